@@ -1,0 +1,87 @@
+"""Frozen values that travel between the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# A row's ancestors are kept as the bits of one int64; bit 63 is the sign and carries row 63.
+MAX_ANCESTOR_ROWS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class DraftBlock:
+    """What a drafter proposes for the next H positions.
+
+    tokens: [H, K] int64, the K likeliest candidates of each depth, likeliest first.
+    log_probs: [H, K] float32, natural logarithms under the drafter's full softmax. They are
+        marginals: the same row serves every parent at the depth above.
+
+    Drafters that know edges between particular tokens will add an optional field of per-edge
+    scores here; a block without one keeps the meaning above.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+
+    @property
+    def horizon(self) -> int:
+        """The number of positions proposed, H."""
+        return int(self.tokens.shape[0])
+
+
+@dataclass(frozen=True, eq=False)
+class DraftTree:
+    """A draft tree with its root, rows in the order they were made (a parent before its children).
+
+    tokens: [n+1] int64, tokens[0] = -1: the root is the last sampled token, known to the engine.
+    parents: [n+1] int64, rows, parents[0] = -1.
+    depths: [n+1] int64, root 0, so a row's position is the root's plus its depth.
+    scores: [n+1] float64, the drafter's log-probability of the path, root 0.0.
+    All lie on the CPU.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    scores: Tensor
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes besides the root, n."""
+        return int(self.tokens.shape[0]) - 1
+
+    def ancestors(self) -> Tensor:
+        """Bit masks [n+1] int64: bit j of row i is set for j = i and for every ancestor j of i.
+
+        Row 63 uses the sign bit, so at most 64 rows (n <= 63) fit.
+        """
+        assert self.nodes < MAX_ANCESTOR_ROWS, "a tree of over 63 nodes has no one-word masks"
+        masks: list[int] = []
+        for row, parent in enumerate(self.parents.tolist()):
+            bit = 1 << row if row < MAX_ANCESTOR_ROWS - 1 else -(1 << row)
+            masks.append(bit if parent < 0 else masks[parent] | bit)
+        return torch.tensor(masks, dtype=torch.int64)
+
+    def visibility(self) -> Tensor:
+        """[n+1, n+1] bool: row i is True at i and at every ancestor of i. Any n."""
+        seen = torch.eye(self.nodes + 1, dtype=torch.bool)
+        for row, parent in enumerate(self.parents.tolist()):
+            if parent >= 0:
+                seen[row] |= seen[parent]
+        return seen
+
+
+@dataclass(frozen=True)
+class AcceptedPath:
+    """The path of a draft tree that the target agreed with.
+
+    indices: rows of the tree from the root (0, always present) downwards; they rise strictly.
+    next_token: the target's own token after the last of them, the next root.
+    """
+
+    indices: Sequence[int]
+    next_token: int
