@@ -1,0 +1,259 @@
+"""The Kimi vocabulary: a tiktoken byte-pair table followed by 256 slots of special tokens.
+
+Sources: the split pattern, the slots and the cuts of long inputs are those of the tokenizer that
+Moonshot publishes with the K2 line (the facts are in docs/vocabulary.md); tests compare with ids
+computed by it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import codecs
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tiktoken
+
+from ..errors import TokenizerError
+
+SPECIAL_SLOTS = 256
+RANKS_FILE = "tiktoken.model"
+CONFIG_FILE = "tokenizer_config.json"
+
+# A word: an optional leading mark, upper-case-like letters, lower-case-like letters, an English
+# contraction. Han is taken out of the letters, since it has an alternative of its own.
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_LEAD = r"[^\r\n\p{L}\p{N}]?"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+KIMI_PATTERN = "|".join(
+    [
+        r"[\p{Han}]+",
+        f"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTION}",
+        f"{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTION}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+
+# tiktoken's regular expressions are quadratic on long runs, so the reference cuts its input first.
+# The cuts change ids: they are part of the vocabulary's definition.
+MAX_PIECE = 400_000
+MAX_RUN = 25_000
+_LONG_RUN = re.compile(rf"\S{{{MAX_RUN + 1},}}|\s{{{MAX_RUN + 1},}}")
+
+
+class Tokenizer:
+    """One vocabulary: any number of ranks, then 256 special slots. Immutable and thread-safe."""
+
+    def __init__(
+        self, ranks: Mapping[bytes, int], names: Mapping[int, str], visible: Collection[int] = ()
+    ) -> None:
+        """ranks: byte string -> id 0..n-1. names: id -> special name, ids in n..n+255.
+
+        visible: special ids that `decode(skip_special=True)` keeps (thinking and tool markers).
+        Raises TokenizerError where the ids do not fit together.
+        """
+        _check_ranks(ranks)
+        first = len(ranks)
+        self.vocab_size = first + SPECIAL_SLOTS
+        self.special_ids = _fill_slots(names, first)
+        # Unnamed slots are as invisible as control tokens: no reader of the text expects them.
+        self.hidden_ids = frozenset(self.special_ids.values()) - frozenset(visible)
+        self._bytes: list[bytes] = [b""] * self.vocab_size
+        for token, rank in ranks.items():
+            self._bytes[rank] = token
+        for name, slot in self.special_ids.items():
+            self._bytes[slot] = name.encode()
+        self._encoding = tiktoken.Encoding(
+            "kimi",
+            pat_str=KIMI_PATTERN,
+            mergeable_ranks=dict(ranks),
+            special_tokens=self.special_ids,
+        )
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer:
+        """Read tiktoken.model and tokenizer_config.json of a model folder.
+
+        Raises TokenizerError, which names the file, where one is missing or damaged.
+        """
+        folder = Path(path)
+        ranks = _read_ranks(folder / RANKS_FILE)
+        names, visible = _read_names(folder / CONFIG_FILE)
+        try:
+            return cls(ranks, names, visible)
+        except TokenizerError as error:
+            raise TokenizerError(f"{folder}: {error}") from error
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Token ids of `text`. Nothing is added at either end.
+
+        special: whether the name of a special token inside the text becomes that token. Leave it
+        off for text that a user wrote: with it, a user can forge turns of a dialogue.
+        """
+        ids: list[int] = []
+        for piece in _pieces(text):
+            if special:
+                ids += self._encoding.encode(piece, allowed_special="all")
+            else:
+                ids += self._encoding.encode_ordinary(piece)
+        return ids
+
+    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
+        """Text of token ids; bytes that are not UTF-8 become U+FFFD.
+
+        Special tokens appear by name. skip_special leaves out those in `hidden_ids`: all but the
+        ones that the vocabulary's config marks as text for parsers (thinking, tool calls).
+        Raises TokenizerError for an id outside the vocabulary.
+        """
+        hidden = self.hidden_ids if skip_special else frozenset()
+        data = b"".join(self.token_bytes(token) for token in ids if token not in hidden)
+        return data.decode("utf-8", errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token, a special token's being its name. TokenizerError if no token."""
+        if not 0 <= token < self.vocab_size:
+            raise TokenizerError(
+                f"token id {token} is outside the vocabulary (0..{self.vocab_size - 1})"
+            )
+        return self._bytes[token]
+
+    def stream(self, skip: Collection[int] = ()) -> TextStream:
+        """A detokeniser for ids that arrive piece by piece, without the ids in `skip`."""
+        return TextStream(self, frozenset(skip))
+
+
+class TextStream:
+    """Turns ids into text as they arrive, and holds back a character until its bytes are all there.
+
+    The joined results of `push` and `finish` equal `decode` of all ids (less the skipped ones).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that these ids complete, perhaps empty. TokenizerError as in `token_bytes`."""
+        data = b"".join(self._tokenizer.token_bytes(i) for i in ids if i not in self._skip)
+        return self._decoder.decode(data)
+
+    def finish(self) -> str:
+        """What is still held back, as U+FFFD; afterwards the stream is new."""
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut text as the reference does: every MAX_PIECE characters, then inside long runs."""
+    for start in range(0, len(text), MAX_PIECE):
+        piece = text[start : start + MAX_PIECE]
+        cut = 0
+        for run in _LONG_RUN.finditer(piece):
+            # What precedes the run stays with the run's first MAX_RUN characters.
+            for border in range(run.start() + MAX_RUN, run.end(), MAX_RUN):
+                yield piece[cut:border]
+                cut = border
+        yield piece[cut:]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise TokenizerError(f"cannot read the vocabulary file {path}: {reason}") from error
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    """Parse lines of 'base64 rank'. Raises TokenizerError with the line's number."""
+    ranks: dict[bytes, int] = {}
+    seen: set[int] = set()
+    for number, line in enumerate(_read(path).splitlines(), start=1):
+        if not line:
+            continue
+        try:
+            encoded, digits = line.split()
+            token, rank = base64.b64decode(encoded, validate=True), int(digits)
+        except (ValueError, binascii.Error) as error:
+            raise TokenizerError(f"{path} line {number}: expected 'base64 rank'") from error
+        if not token:
+            raise TokenizerError(f"{path} line {number}: an empty token")
+        if rank in seen:
+            raise TokenizerError(f"{path} line {number}: rank {rank} occurs twice")
+        if token in ranks:
+            raise TokenizerError(
+                f"{path} line {number}: token {token!r} occurs twice (ranks {ranks[token]}, {rank})"
+            )
+        ranks[token] = rank
+        seen.add(rank)
+    if not ranks:
+        raise TokenizerError(f"{path} holds no tokens")
+    return ranks
+
+
+def _check_ranks(ranks: Mapping[bytes, int]) -> None:
+    present = set(ranks.values())
+    hole = next((rank for rank in range(len(ranks)) if rank not in present), None)
+    if hole is not None:
+        raise TokenizerError(
+            f"rank {hole} is missing: {len(ranks)} tokens must have the ranks 0..{len(ranks) - 1}"
+        )
+    # Without one of them some text could not be encoded at all.
+    absent = [value for value in range(256) if bytes([value]) not in ranks]
+    if absent:
+        raise TokenizerError(f"{len(absent)} single bytes have no token, first 0x{absent[0]:02x}")
+
+
+def _read_names(path: Path) -> tuple[dict[int, str], set[int]]:
+    """Names of special ids, and those of them marked special=false, from added_tokens_decoder."""
+    try:
+        config = json.loads(_read(path))
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not JSON: {error}") from error
+    table = config.get("added_tokens_decoder") if isinstance(config, dict) else None
+    if not isinstance(table, dict):
+        raise TokenizerError(f"{path} has no table 'added_tokens_decoder'")
+    names: dict[int, str] = {}
+    visible: set[int] = set()
+    for key, entry in table.items():
+        slot, name, special = _read_entry(path, key, entry)
+        names[slot] = name
+        if not special:
+            visible.add(slot)
+    return names, visible
+
+
+def _read_entry(path: Path, key: str, entry: Any) -> tuple[int, str, bool]:
+    name = entry.get("content") if isinstance(entry, dict) else None
+    if not key.isdecimal() or not isinstance(name, str) or not name:
+        raise TokenizerError(f"{path}: added_tokens_decoder[{key!r}] is not an id with a 'content'")
+    return int(key), name, bool(entry.get("special", True))
+
+
+def _fill_slots(names: Mapping[int, str], first: int) -> dict[str, int]:
+    """Name all 256 slots from `first` on. Raises TokenizerError on a stray id or a double name."""
+    last = first + SPECIAL_SLOTS - 1
+    for slot, name in names.items():
+        if not first <= slot <= last:
+            raise TokenizerError(
+                f"special token {name!r} has id {slot}, outside the {SPECIAL_SLOTS} slots "
+                f"{first}..{last} that follow the {first} ranks"
+            )
+    filled: dict[str, int] = {}
+    for slot in range(first, last + 1):
+        name = names.get(slot, f"<|reserved_token_{slot}|>")
+        if name in filled:
+            raise TokenizerError(f"ids {filled[name]} and {slot} are both named {name!r}")
+        filled[name] = slot
+    return filled
