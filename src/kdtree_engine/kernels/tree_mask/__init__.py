@@ -1,0 +1,30 @@
+"""Operator: which rows of its tree a row attends to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import reference
+
+MAX_ROWS = 64
+
+
+def tree_mask(parents: Tensor) -> Tensor:
+    """Ancestor bits [R, N] int64 of trees given by parents [R, N] int64, N <= 64.
+
+    Bit j of row i is set for j = i and for every ancestor j of i. A parent of -1 marks a root or a
+    padding row, which sees itself alone. Parents come before their children.
+    """
+    assert parents.ndim == 2 and parents.dtype == torch.int64, f"parents {list(parents.shape)}"
+    assert parents.shape[1] <= MAX_ROWS, f"{parents.shape[1]} rows do not fit in a 64-bit word"
+    return reference.tree_mask(parents)
+
+
+def tree_visibility(parents: Tensor) -> Tensor:
+    """The same as a matrix [R, N, N] bool, for any N: row i is True at i and its ancestors."""
+    assert parents.ndim == 2 and parents.dtype == torch.int64, f"parents {list(parents.shape)}"
+    return reference.tree_visibility(parents)
+
+
+__all__ = ["MAX_ROWS", "tree_mask", "tree_visibility"]
