@@ -1,0 +1,45 @@
+"""The environment variables of the engine; nothing else in the package reads `os.environ`.
+
+Options that a caller would set per model or per request are arguments, not variables: what stands
+here belongs to the machine. docs/env.md lists the same names.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .errors import OptionError
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+MAX_THREADS = 1024
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the variables say, checked."""
+
+    log_level: str = "warning"  # KDTREE_LOG
+    threads: int | None = None  # KDTREE_THREADS: torch's threads on the CPU, None = torch decides
+
+
+def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
+    """Read the process's variables, or `variables`. Raises OptionError, which names the variable.
+
+    An empty variable counts as unset, so that a shell can clear it for one command.
+    """
+    found = os.environ if variables is None else variables
+    level = found.get("KDTREE_LOG", "").lower() or Environment.log_level
+    if level not in LOG_LEVELS:
+        raise OptionError(f"KDTREE_LOG is {level!r}: expected one of {', '.join(LOG_LEVELS)}")
+    return Environment(log_level=level, threads=_threads(found.get("KDTREE_THREADS", "")))
+
+
+def _threads(text: str) -> int | None:
+    if not text:
+        return None
+    count = int(text) if text.isascii() and text.isdecimal() else 0
+    if not 1 <= count <= MAX_THREADS:
+        raise OptionError(f"KDTREE_THREADS is {text!r}: expected a number from 1 to {MAX_THREADS}")
+    return count
