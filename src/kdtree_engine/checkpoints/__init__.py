@@ -1,0 +1,24 @@
+"""Checkpoints: Hugging Face folders as published, read lazily and checked whole at once.
+
+`open_model` and `open_drafter` are the way in; `write` makes folders in the same formats.
+"""
+
+from __future__ import annotations
+
+from kdtree_engine.checkpoints.drafter_config import check_drafter
+from kdtree_engine.checkpoints.load import (
+    DrafterCheckpoint,
+    ExpertTensors,
+    ModelCheckpoint,
+    open_drafter,
+    open_model,
+)
+
+__all__ = [
+    "DrafterCheckpoint",
+    "ExpertTensors",
+    "ModelCheckpoint",
+    "check_drafter",
+    "open_drafter",
+    "open_model",
+]

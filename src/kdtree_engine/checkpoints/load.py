@@ -1,0 +1,255 @@
+"""Open model folders: every tensor is checked against the config at once, weights are read later.
+
+`open_model` and `open_drafter` read config files and safetensors headers only. The vision tower and
+the multi-token-prediction layers are skipped and said so in `notes`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kdtree_engine.checkpoints.check import Differences
+from kdtree_engine.checkpoints.drafter_config import read_drafter_config
+from kdtree_engine.checkpoints.model_config import read_model_config
+from kdtree_engine.checkpoints.names import (
+    PROJECTIONS,
+    dense_form,
+    drafter_tensors,
+    expected_tensors,
+    expert_module,
+    expert_modules,
+    expert_shape,
+    int4_form,
+    skipped_kind,
+)
+from kdtree_engine.checkpoints.quantization import (
+    INT4,
+    PACKED,
+    SCALE,
+    SHAPE,
+    WEIGHT,
+    module_form,
+)
+from kdtree_engine.checkpoints.reader import SafetensorsFolder, StoredTensor, check_folder
+from kdtree_engine.config import DrafterConfig, ModelConfig
+from kdtree_engine.errors import CheckpointError
+from kdtree_engine.kernels.int4 import Int4Tensor, dequantise
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+def open_model(folder: str | PathLike[str]) -> ModelCheckpoint:
+    """Open a target. ConfigError or CheckpointError (one line) for anything wrong with it."""
+    path = Path(folder)
+    check_folder(path)
+    config = read_model_config(path)
+    return ModelCheckpoint(path, config, SafetensorsFolder(path))
+
+
+def open_drafter(folder: str | PathLike[str]) -> DrafterCheckpoint:
+    """Open a DFlash drafter in z-lab's layout. ConfigError, CheckpointError or DrafterError."""
+    path = Path(folder)
+    check_folder(path)
+    config = read_drafter_config(path)
+    return DrafterCheckpoint(path, config, SafetensorsFolder(path))
+
+
+class ModelCheckpoint:
+    """A checked target folder. Tensors are read anew at each call, into memory of their own (CPU).
+
+    Names are canonical: DeepSeek-V3's, without `language_model.`. `notes` says what was skipped.
+    """
+
+    def __init__(self, folder: Path, config: ModelConfig, files: SafetensorsFolder) -> None:
+        prefix = config.tensor_prefix
+        if not any(name.startswith(prefix) for name in files.tensors):
+            prefix = ""  # the text part of K2.5 on its own
+        self.folder = folder
+        self.config = replace(config, tensor_prefix=prefix)
+        self._files = files
+        self._stored_names = {name.removeprefix(prefix): name for name in files.tensors}
+        self.notes = self._check()
+
+    def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        """Tensor `name` as stored, or only the given rows and columns of it.
+
+        `lm_head.weight` is the embedding where the config ties them. CheckpointError if unknown.
+        """
+        if name == HEAD and self.config.tie_word_embeddings:
+            name = EMBEDDING
+        return self._files.read(self._stored(name), rows, columns)
+
+    def experts(self, layer: int) -> ExpertTensors:
+        """Routed experts of the 0-based MoE layer `layer`, one by one."""
+        assert 0 <= layer < self.config.num_layers and self.config.is_moe_layer(layer), layer
+        return ExpertTensors(self, layer)
+
+    def close(self) -> None:
+        """Close the files; nothing can be read afterwards."""
+        self._files.close()
+
+    def _stored(self, name: str) -> str:
+        if name not in self._stored_names:
+            raise CheckpointError(f"{self.folder}: holds no tensor {name}")
+        return self._stored_names[name]
+
+    def _check(self) -> tuple[str, ...]:
+        """Raise for every difference between config and headers; return the notes."""
+        config = self.config
+        stored = {name: self._files.tensors[full] for name, full in self._stored_names.items()}
+        for key, count in (("layers", config.num_layers), ("experts", config.num_experts)):
+            if count > len(stored):  # also keeps an absurd config from filling the memory
+                raise CheckpointError(
+                    f"{self.folder}: config.json promises {count} {key}, "
+                    f"but the folder holds {len(stored)} tensors"
+                )
+        found = Differences()
+        used = expected_tensors(config, experts=False)
+        found.compare(used, stored)
+        known = set(used)
+        for module, shape in expert_modules(config):
+            known.update(self._check_expert(module, shape, stored, found))
+        kinds = {name: skipped_kind(name, config) for name in stored.keys() - known}
+        found.note_extra(sorted(name for name, kind in kinds.items() if kind is None))
+        found.raise_if_any(self.folder)
+        return self._notes(Counter(kind for kind in kinds.values() if kind is not None))
+
+    def _check_expert(
+        self,
+        module: str,
+        shape: tuple[int, int],
+        stored: dict[str, StoredTensor],
+        found: Differences,
+    ) -> set[str]:
+        """Check one projection of a routed expert; return the names that belong to it."""
+        dense, packed = dense_form(module, shape), int4_form(module, shape)
+        try:
+            form = module_form(module, stored)
+        except CheckpointError as error:
+            found.conflicts.append(str(error))
+            return {*dense, *packed}
+        if form == INT4 and self.config.quantization != INT4:
+            found.conflicts.append(f"{module} is INT4, but config.json declares no quantization")
+            return {*dense, *packed}
+        specs = packed if form == INT4 else dense
+        found.compare(specs, stored)
+        return set(specs)
+
+    def _notes(self, skipped: Counter[str]) -> tuple[str, ...]:
+        first, count = self.config.num_layers, self.config.num_mtp_layers
+        layers = f"layer {first}" if count == 1 else f"layers {first} to {first + count - 1}"
+        texts = {
+            "mtp": f"skipped the multi-token-prediction {layers} ({skipped['mtp']} tensors)",
+            "vision": f"skipped {skipped['vision']} vision tensors",
+            "buffer": f"skipped {skipped['buffer']} stored rotary tables",
+            "tied": "used the embedding as lm_head, as config.json says, not the stored lm_head",
+        }
+        notes = [text for kind, text in texts.items() if skipped[kind]]
+        if self._files.unindexed:
+            notes.append(f"skipped {self._files.unindexed} tensors that the index does not name")
+        return tuple(notes)
+
+
+class ExpertTensors:
+    """The routed experts of one layer. Each call reads one expert; nothing is kept.
+
+    I is moe_intermediate_size, H hidden_size. Dense values are in the stored dtype, INT4 values
+    bf16(q x scale).
+    """
+
+    def __init__(self, checkpoint: ModelCheckpoint, layer: int) -> None:
+        self.layer = layer
+        self.count = checkpoint.config.num_experts
+        self._checkpoint = checkpoint
+        self._files = checkpoint._files
+
+    def form(self, expert: int, projection: str) -> str:
+        """How a projection (`gate_proj`, `up_proj`, `down_proj`) is stored: "dense" or "int4"."""
+        return module_form(self._module(expert, projection), self._checkpoint._stored_names)
+
+    def weight(self, expert: int, projection: str) -> Tensor:
+        """One projection, [out, in]: [I, H] for gate and up, [H, I] for down."""
+        if self.form(expert, projection) == INT4:
+            return dequantise(self._int4(expert, projection, own=False))
+        return self._checkpoint.tensor(self._module(expert, projection) + WEIGHT)
+
+    def gate_up(self, expert: int) -> Tensor:
+        """Gate over up, [2 I, H]."""
+        return torch.cat([self.weight(expert, "gate_proj"), self.weight(expert, "up_proj")])
+
+    def down(self, expert: int) -> Tensor:
+        """Down, [H, I]."""
+        return self.weight(expert, "down_proj")
+
+    def packed(self, expert: int, projection: str) -> Int4Tensor:
+        """The packed form of an INT4 projection; CheckpointError if it is stored dense."""
+        if self.form(expert, projection) != INT4:
+            module = self._module(expert, projection)
+            raise CheckpointError(f"{self._checkpoint.folder}: {module} is not stored as INT4")
+        return self._int4(expert, projection, own=True)
+
+    def _int4(self, expert: int, projection: str, own: bool) -> Int4Tensor:
+        """Packed words and scales; views of the file unless `own`."""
+        module = self._module(expert, projection)
+        names = {part: self._checkpoint._stored(module + part) for part in (PACKED, SCALE, SHAPE)}
+        says = self._files.read(names[SHAPE]).tolist()
+        shape = list(expert_shape(self._checkpoint.config, projection))
+        if says != shape:
+            raise CheckpointError(
+                f"{self._checkpoint.folder}: {module}.weight_shape says {says}, expected {shape}"
+            )
+        read = self._files.read if own else self._files.view
+        return Int4Tensor(read(names[PACKED]), read(names[SCALE]))
+
+    def _module(self, expert: int, projection: str) -> str:
+        assert 0 <= expert < self.count and projection in PROJECTIONS, (expert, projection)
+        return expert_module(self.layer, expert, projection)
+
+
+class DrafterCheckpoint:
+    """A checked drafter folder in z-lab's layout; names with or without `model.` in front."""
+
+    def __init__(self, folder: Path, config: DrafterConfig, files: SafetensorsFolder) -> None:
+        self.folder = folder
+        self.config = config
+        self._files = files
+        self._stored_names = {name.removeprefix("model."): name for name in files.tensors}
+        stored = {name: files.tensors[full] for name, full in self._stored_names.items()}
+        if config.num_layers > len(stored):
+            raise CheckpointError(
+                f"{folder}: config.json promises {config.num_layers} layers, "
+                f"but the folder holds {len(stored)} tensors"
+            )
+        specs = drafter_tensors(config)
+        found = Differences()
+        found.compare(specs, stored)
+        found.note_extra(sorted(stored.keys() - specs.keys()))
+        found.raise_if_any(folder, self._layout_reason(found.extra))
+
+    def tensor(self, name: str) -> Tensor:
+        """Tensor `name` as stored, in memory of its own (CPU). CheckpointError if unknown."""
+        stored = self._stored_names.get(name.removeprefix("model."))
+        if stored is None:
+            raise CheckpointError(f"{self.folder}: holds no tensor {name}")
+        return self._files.read(stored)
+
+    def close(self) -> None:
+        """Close the files; nothing can be read afterwards."""
+        self._files.close()
+
+    @staticmethod
+    def _layout_reason(extra: list[str]) -> str:
+        """Why a drafter with a vocabulary of its own, or with other names, cannot be used yet."""
+        if any(name.startswith(("embed_tokens.", "lm_head.", "context_proj.")) for name in extra):
+            return (
+                "; only z-lab's DFlash layout is supported, which takes embedding and lm_head from"
+                " the target (the speculators and TorchSpec layouts are not read yet)"
+            )
+        return ""

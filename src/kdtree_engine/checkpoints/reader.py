@@ -1,0 +1,193 @@
+"""Safetensors folders: one file, or shards with an index. Headers are read, tensors only on demand.
+
+A folder is data from a stranger: no pickle and no code is ever loaded from it, and no file outside
+of it is opened. One exception to the latter, since it is how Hugging Face's cache keeps a download:
+`snapshots/<revision>/NAME` may be a symbolic link into the `blobs` folder beside `snapshots`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kdtree_engine.errors import CheckpointError, ConfigError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What a header says of a tensor: shape in elements, dtype in safetensors' words ("BF16")."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def few(names: list[str], limit: int = 3) -> str:
+    """The first `limit` names and how many more there are, for a message of one line."""
+    shown = ", ".join(names[:limit])
+    return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown
+
+
+def safe_path(folder: Path, name: str) -> Path:
+    """The path of file `name` directly in `folder`; CheckpointError if it leads outside of it."""
+    if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise CheckpointError(f"{folder}: {name!r} is not a plain file name inside the folder")
+    path = folder / name
+    try:
+        home, target = folder.resolve(), path.resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links
+        raise CheckpointError(f"{path}: cannot be followed ({error})") from error
+    homes = [home]
+    if home.parent.name == "snapshots":
+        homes.append(home.parent.parent / "blobs")
+    if not any(target.is_relative_to(root) for root in homes):
+        raise CheckpointError(f"{path}: is a link that leaves the folder, to {target}")
+    return path
+
+
+def read_json(folder: Path, name: str, kind: type[CheckpointError] | type[ConfigError]) -> Any:
+    """The object in the JSON file `folder / name`; an error of `kind` if it is absent or broken."""
+    path = safe_path(folder, name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise kind(f"{path}: no such file; a model folder holds one") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise kind(f"{path}: cannot be read ({error})") from error
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise kind(f"{path}: is not valid JSON ({error})") from error
+    if not isinstance(data, dict):
+        raise kind(f"{path}: holds a {type(data).__name__}, expected a JSON object")
+    return data
+
+
+def check_folder(folder: Path) -> None:
+    """CheckpointError unless `folder` is an existing directory."""
+    if not folder.exists():
+        raise CheckpointError(f"{folder}: no such folder")
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: is a file, expected a model folder")
+
+
+class SafetensorsFolder:
+    """All tensors of a folder by stored name. Opening reads the headers; nothing is cached.
+
+    `tensors` maps a name to its StoredTensor. `unindexed` counts tensors that the index leaves out.
+    The files stay open (mapped, not loaded) until `close` or until the object is dropped.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        check_folder(folder)
+        self.folder = folder
+        self.tensors: dict[str, StoredTensor] = {}
+        self.unindexed = 0
+        self._files: dict[str, Any] = {}
+        if (folder / SINGLE_FILE).exists() or (folder / SINGLE_FILE).is_symlink():
+            self._open(SINGLE_FILE)
+            self.tensors = self._header(SINGLE_FILE)
+        elif (folder / INDEX_FILE).exists():
+            self._read_index()
+        else:
+            raise CheckpointError(f"{folder}: {_why_no_weights(folder)}")
+
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        """Tensor `name`, or some rows and columns of it, as stored, in memory of its own (CPU).
+
+        Only the bytes asked for are read. CheckpointError for an unknown name.
+        """
+        part = self.view(name, rows, columns)
+        # Own memory: the map dies with the file, and its alignment follows the header's length.
+        return part.clone(memory_format=torch.contiguous_format)
+
+    def view(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        """Like `read`, but perhaps a view of the mapped file: for use at once, never to be kept."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.folder}: holds no tensor {name}")
+        handle = self._files[self.tensors[name].file]
+        try:
+            if rows is None and columns is None:
+                tensor = handle.get_tensor(name)
+            elif columns is None:
+                tensor = handle.get_slice(name)[rows]
+            else:
+                tensor = handle.get_slice(name)[rows or slice(None), columns]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.folder}: {name} cannot be read ({error})") from error
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def close(self) -> None:
+        """Close the files. Nothing can be read afterwards."""
+        self._files.clear()
+        self.tensors = {}
+
+    def _open(self, name: str) -> None:
+        path = safe_path(self.folder, name)
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file")
+        try:
+            self._files[name] = safe_open(str(path), framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{path}: is truncated or not a safetensors file ({error}); download it again"
+            ) from error
+
+    def _header(self, name: str) -> dict[str, StoredTensor]:
+        handle = self._files[name]
+        header = {}
+        for tensor in handle.keys():  # noqa: SIM118 - a handle is no mapping
+            entry = handle.get_slice(tensor)
+            header[tensor] = StoredTensor(name, tuple(entry.get_shape()), entry.get_dtype())
+        return header
+
+    def _read_index(self) -> None:
+        weight_map = read_json(self.folder, INDEX_FILE, CheckpointError).get("weight_map")
+        path = self.folder / INDEX_FILE
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f'{path}: has no "weight_map" from tensor names to files')
+        if not all(isinstance(file, str) for file in weight_map.values()):
+            raise CheckpointError(f'{path}: "weight_map" has a value that is not a file name')
+        files = sorted(set(weight_map.values()))
+        absent = [file for file in files if not safe_path(self.folder, file).is_file()]
+        if absent:
+            raise CheckpointError(
+                f"{self.folder}: {len(absent)} of {len(files)} shards are missing: {few(absent)}; "
+                "download them again"
+            )
+        stored: dict[str, dict[str, StoredTensor]] = {}
+        for file in files:
+            self._open(file)
+            stored[file] = self._header(file)
+        lost = [name for name, file in weight_map.items() if name not in stored[file]]
+        if lost:
+            raise CheckpointError(
+                f"{path}: names tensors that their shards do not hold: "
+                f"{few([f'{name} ({weight_map[name]})' for name in lost])}"
+            )
+        self.tensors = {name: stored[file][name] for name, file in weight_map.items()}
+        self.unindexed = sum(
+            weight_map.get(name) != file for file, header in stored.items() for name in header
+        )
+
+
+def _why_no_weights(folder: Path) -> str:
+    """Why a folder with neither a single file nor an index cannot be read, and what to do."""
+    files = sorted(path.name for path in folder.iterdir())
+    shards = [name for name in files if name.endswith(".safetensors")]
+    if shards:
+        return f"holds {few(shards)} but no {INDEX_FILE}; download it again"
+    pickles = [name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    if pickles:
+        return f"holds {few(pickles)}; only safetensors are read, since pickles can run code"
+    return f"holds no weights ({SINGLE_FILE}, or shards with {INDEX_FILE})"
