@@ -1,0 +1,34 @@
+"""Operator: the noise that turns an argmax into a draw.
+
+Layout, for every implementation:
+
+    key      seed as two words, low first (a negative int64 is its 64-bit pattern)
+    counter  (position low, position high, token // 4, 0); the last word numbers the stream: 0 here
+    word     output word token % 4 of Philox4x32-10
+    uniform  (word + 0.5) * 2^-32 in float64: exact, within [2^-33, 1 - 2^-33]
+    noise    -log(-log(uniform)) in float64, rounded to float32: within [-3.14, 22.9]
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import reference
+
+
+def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """Standard Gumbel noise [R, vocab] float32 for R pairs of seed and position, [R] int64 each.
+
+    A row depends on its own seed and position alone, to the bit. positions: that of the token
+    being chosen, so rows of a tree at one depth share their noise.
+    """
+    assert seeds.ndim == 1 and seeds.shape == positions.shape, (
+        f"seeds {list(seeds.shape)} and positions {list(positions.shape)}"
+    )
+    assert seeds.dtype == positions.dtype == torch.int64 and seeds.device == positions.device
+    assert vocab > 0
+    return reference.gumbel(seeds, positions, vocab)
+
+
+__all__ = ["gumbel"]
