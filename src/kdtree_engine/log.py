@@ -54,6 +54,7 @@ def progress(
     description: str,
     total: int | None = None,
     *,
+    shown: bool = True,
     stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Progress]:
@@ -61,17 +62,18 @@ def progress(
 
     On a terminal: a bar that appears after two seconds and leaves nothing behind. Elsewhere: a
     plain line after two seconds, every ten seconds, and at the end of what was announced.
+    `shown=False` is silent, for a caller whose output is its own progress.
     """
     out = stream or sys.stderr
-    shown = _Bar if out.isatty() else _Lines
-    meter = shown(description, total, out, clock)
+    kind = _Silent if not shown else _Bar if out.isatty() else _Lines
+    meter = kind(description, total, out, clock)
     try:
         yield meter
     finally:
         meter.close()
 
 
-class _Bar:
+class _Silent:
     def __init__(
         self, description: str, total: int | None, stream: TextIO, clock: Callable[[], float]
     ) -> None:
@@ -79,7 +81,16 @@ class _Bar:
         self._stream, self._clock = stream, clock
         self._start = clock()
         self._done = 0
-        self._bar: RichProgress | None = None
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        self._done += count
+
+    def close(self) -> None:
+        """Nothing was shown."""
+
+
+class _Bar(_Silent):
+    _bar: RichProgress | None = None
 
     def advance(self, count: int = 1, note: str = "") -> None:
         self._done += count
@@ -114,22 +125,16 @@ class _Bar:
             self._bar.stop()
 
 
-class _Lines:
-    def __init__(
-        self, description: str, total: int | None, stream: TextIO, clock: Callable[[], float]
-    ) -> None:
-        self._description, self._total = description, total
-        self._stream, self._clock = stream, clock
-        self._start = clock()
-        self._due = self._start + QUIET_SECONDS
-        self._done = 0
-        self._said: int | None = None
-        self._note = ""
+class _Lines(_Silent):
+    _next: float | None = None  # when a line is due; None before the first
+    _said: int | None = None
+    _note = ""
 
     def advance(self, count: int = 1, note: str = "") -> None:
         self._done += count
         self._note = note
-        if self._clock() >= self._due:
+        due = self._start + QUIET_SECONDS if self._next is None else self._next
+        if self._clock() >= due:
             self._say()
 
     def _say(self) -> None:
@@ -139,7 +144,7 @@ class _Lines:
         line = f"{self._description}: {self._done}{of}, {now - self._start:.0f} s{note}"
         print(line, file=self._stream, flush=True)
         self._said = self._done
-        self._due = now + LINE_SECONDS
+        self._next = now + LINE_SECONDS
 
     def close(self) -> None:
         # Whoever read "3/10" wants to know how it ended; short work stays silent.

@@ -1,0 +1,269 @@
+"""`kdtree generate`: one prompt, its text as it is made, and how fast it was made."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Group, Parameter
+
+from ..errors import OptionError
+from ..log import progress
+
+if TYPE_CHECKING:
+    from ..engine.llm import LLM
+    from ..engine.request import RequestOutput, SamplingParams
+    from .show_tree import TreePrinter
+
+
+PROMPT, SAMPLING, ENGINE, OUTPUT = (
+    Group(name, sort_key=place)
+    for place, name in enumerate(("Prompt", "Sampling", "Engine", "Output"))
+)
+
+
+def _option(group: Group, text: str, metavar: str) -> Parameter:
+    return Parameter(help=text, group=group, metavar=metavar)
+
+
+def _words(group: Group, text: str, metavar: str) -> Parameter:
+    """An option whose value may begin with a hyphen, as prompts and "-" for stdin do."""
+    return Parameter(help=text, group=group, metavar=metavar, allow_leading_hyphen=True)
+
+
+def _flag(group: Group, text: str) -> Parameter:
+    return Parameter(help=text, group=group, negative=(), show_default=False)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """Every option of `kdtree generate`; the engine checks the values."""
+
+    prompt: Annotated[str | None, _words(PROMPT, "The prompt's text.", "TEXT")] = None
+    prompt_file: Annotated[
+        str | None, _words(PROMPT, "A UTF-8 file with the prompt; - is stdin.", "FILE")
+    ] = None
+    prompt_ids: Annotated[str | None, _words(PROMPT, "The prompt as token ids: 3,4,5.", "IDS")] = (
+        None
+    )
+
+    max_tokens: Annotated[int, _option(SAMPLING, "Tokens to make at most.", "N")] = 128
+    temperature: Annotated[
+        float, _option(SAMPLING, "0 takes the likeliest token each time.", "T")
+    ] = 0.0
+    top_k: Annotated[int | None, _option(SAMPLING, "Only the K likeliest tokens.", "K")] = None
+    top_p: Annotated[
+        float | None, _option(SAMPLING, "Only the likeliest tokens that make up P.", "P")
+    ] = None
+    min_p: Annotated[
+        float | None, _option(SAMPLING, "Only tokens at least P times the likeliest.", "P")
+    ] = None
+    seed: Annotated[
+        int | None, _option(SAMPLING, "Repeats a sample; one is drawn without it.", "S")
+    ] = None
+    ignore_eos: Annotated[bool, _flag(SAMPLING, "Go on after a stop token.")] = False
+
+    drafter: Annotated[
+        str, _option(ENGINE, "auto, none, ngram, random, or a drafter's folder.", "X")
+    ] = "auto"
+    tree_nodes: Annotated[
+        str, _option(ENGINE, "Draft nodes per step (0 to 63), or chain:N.", "N")
+    ] = "15"
+    device: Annotated[str, _option(ENGINE, "auto, cpu or cuda.", "D")] = "auto"
+    dtype: Annotated[str, _option(ENGINE, "auto, float32 or bfloat16.", "T")] = "auto"
+    prefill_chunk: Annotated[int, _option(ENGINE, "Prompt tokens per step.", "N")] = 512
+
+    json: Annotated[bool, _flag(OUTPUT, "Print one JSON object.")] = False
+    show_tree: Annotated[bool, _flag(OUTPUT, "Draw each step's draft tree on stderr.")] = False
+
+
+def generate(model: str | None = None, /, *, options: GenerateOptions | None = None) -> None:
+    """Complete a prompt. Text goes to stdout as it is made, statistics to stderr.
+
+    Parameters
+    ----------
+    model
+        A model folder; the packaged model without it.
+    """
+    options = options or GenerateOptions()
+    prompt = read_prompt(options)
+    tree_nodes = _tree_nodes(options.tree_nodes)
+    llm = open_engine(model, options, tree_nodes)
+    output = _stream(llm, prompt, _sampling(options), options)
+    if options.json:
+        print(json.dumps(as_json(output)))
+    else:
+        print(f"kdtree: {summary(output, options.temperature > 0)}", file=sys.stderr)
+
+
+def open_engine(model: str | None, options: GenerateOptions, tree_nodes: int | str) -> LLM:
+    """Load the model. Imports torch."""
+    from ..engine.llm import LLM
+
+    return LLM(
+        model=model,
+        drafter=options.drafter,
+        device=options.device,
+        dtype=options.dtype,
+        tree_nodes=tree_nodes,
+        prefill_chunk=options.prefill_chunk,
+        max_requests=1,
+    )
+
+
+def _sampling(options: GenerateOptions) -> SamplingParams:
+    from ..engine.request import SamplingParams
+
+    return SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
+        ignore_eos=options.ignore_eos,
+    )
+
+
+def read_prompt(options: GenerateOptions) -> str | list[int]:
+    """The one prompt that was given. OptionError where there is none, several, or it is no text."""
+    given = {
+        "--prompt": options.prompt,
+        "--prompt-file": options.prompt_file,
+        "--prompt-ids": options.prompt_ids,
+    }
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        found = " and ".join(named) or "none of them"
+        raise OptionError(f"give one of --prompt, --prompt-file and --prompt-ids; found {found}")
+    if options.prompt_ids is not None:
+        return _ids(options.prompt_ids)
+    if options.prompt_file is not None:
+        return _read_file(options.prompt_file)
+    assert options.prompt is not None
+    try:
+        options.prompt.encode()
+    except UnicodeEncodeError as error:
+        raise OptionError(f"--prompt is not UTF-8 (byte {error.start})") from error
+    return options.prompt
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise OptionError(f"--prompt-ids is {text!r}: expected token ids like 3,4,5") from error
+
+
+def _read_file(name: str) -> str:
+    # Bytes, not text mode: a model sees the difference between \r\n and \n.
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        return data.decode()
+    except OSError as error:
+        raise OptionError(f"--prompt-file {name}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise OptionError(f"--prompt-file {name} is not UTF-8 (byte {error.start})") from error
+
+
+def _tree_nodes(text: str) -> int | str:
+    """A plain number as one; the engine understands, or refuses, the rest."""
+    return int(text) if text.isascii() and text.isdecimal() else text
+
+
+def _stream(
+    llm: LLM, prompt: str | list[int], params: SamplingParams, options: GenerateOptions
+) -> RequestOutput:
+    """Run the request and show it as asked."""
+    writer = _Writer(llm.tokenizer is not None, live=not (options.json or options.show_tree))
+    trees = _tree_printer(llm) if options.show_tree else None
+    output: RequestOutput | None = None
+    # Flowing text is its own progress bar.
+    quiet = options.json and not options.show_tree
+    with progress("generating", params.max_tokens, shown=quiet) as meter:
+        for event in llm.stream(prompt, params):
+            meter.advance(len(event.token_ids))
+            writer.add(event.text, event.token_ids)
+            if trees is not None and event.step is not None:
+                trees.show(event.step)
+            output = event.output or output
+    assert output is not None, "the stream ended without an output"
+    if not options.json:
+        writer.finish()
+    return output
+
+
+def _tree_printer(llm: LLM) -> TreePrinter:
+    from .show_tree import TreePrinter
+
+    tokenizer = llm.tokenizer
+    if tokenizer is None:
+        return TreePrinter(str, sys.stderr)
+    return TreePrinter(lambda token: tokenizer.decode([token]), sys.stderr)
+
+
+class _Writer:
+    """The result on stdout: text, or comma-separated ids where no vocabulary knows the text."""
+
+    def __init__(self, has_text: bool, live: bool) -> None:
+        self._has_text, self._live = has_text, live
+        self._held: list[str] = []
+        self._first = True
+        self._ended_line = False
+
+    def add(self, text: str, ids: Sequence[int]) -> None:
+        piece = text
+        if not self._has_text:
+            piece = ",".join(map(str, ids))
+            if piece and not self._first:
+                piece = f",{piece}"
+        if not piece:
+            return
+        self._first = False
+        self._ended_line = piece.endswith("\n")
+        if self._live:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        else:
+            self._held.append(piece)
+
+    def finish(self) -> None:
+        """Print what was held back, and end the last line so that the statistics stand alone."""
+        sys.stdout.write("".join(self._held) + ("" if self._ended_line else "\n"))
+        sys.stdout.flush()
+
+
+def as_json(output: RequestOutput) -> dict[str, object]:
+    """What --json prints."""
+    return {
+        "text": output.text,
+        "token_ids": list(output.token_ids),
+        "finish_reason": output.finish_reason,
+        "usage": {
+            "prompt_tokens": output.prompt_tokens,
+            "completion_tokens": len(output.token_ids),
+        },
+        "stats": output.stats.to_dict(),
+        "seed": output.seed,
+    }
+
+
+def summary(output: RequestOutput, sampled: bool) -> str:
+    """The statistics line. Tokens per second leave the prompt's prefill out."""
+    stats = output.stats
+    seconds = sum(value for phase, value in stats.seconds.items() if phase != "prefill")
+    parts = [
+        f"{stats.tokens} tokens in {stats.steps} steps",
+        f"{stats.tokens_per_step:.2f} tokens/step",
+    ]
+    if seconds > 0:
+        parts.append(f"{stats.tokens / seconds:.1f} tokens/s")
+    parts.append(f"ended by {output.finish_reason}")
+    if sampled:
+        parts.append(f"seed {output.seed}")
+    return ", ".join(parts)

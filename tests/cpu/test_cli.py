@@ -1,0 +1,392 @@
+"""The command line over a scripted engine: what is printed where, exit codes, one-line errors."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from kdtree_engine import cli
+from kdtree_engine.cli.show_tree import TreePrinter, draw, visible
+from kdtree_engine.errors import CheckpointError, OptionError
+from kdtree_engine.types import AcceptedPath, DraftTree
+
+WORDS = ["def", " read", "(", ")", ":", "\n", "x", "y", "z", "é"]
+
+
+def tree(tokens: list[int], parents: list[int], probabilities: list[float]) -> DraftTree:
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    return DraftTree(
+        torch.tensor(tokens),
+        torch.tensor(parents),
+        torch.tensor(depths),
+        torch.tensor(probabilities, dtype=torch.float64).log(),
+    )
+
+
+# Root "def"; " read" (accepted) forks into "(" (accepted) and ":"; a rejected "x" at depth 1.
+FORKED = SimpleNamespace(
+    tree=tree([-1, 1, 2, 6, 4], [-1, 0, 1, 0, 1], [1.0, 0.5, 0.25, 0.2, 0.1]),
+    path=AcceptedPath([0, 1, 2], 3),
+    root=0,
+)
+
+
+class FakeTokenizer:
+    def decode(self, ids: list[int]) -> str:
+        return "".join(WORDS[i] for i in ids)
+
+
+@dataclass
+class FakeStats:
+    steps: int = 1
+    tokens: int = 4
+    seconds: dict[str, float] = field(default_factory=lambda: {"prefill": 7.0, "verify": 0.5})
+    tokens_per_step: float = 3.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "tokens": self.tokens}
+
+
+@dataclass
+class Script:
+    """What the fake engine does, and what it was asked."""
+
+    pieces: list[tuple[str, list[int], Any]] = field(
+        default_factory=lambda: [
+            ("def", [0], None),
+            (" read()", [1, 2, 3], FORKED),
+        ]
+    )
+    tokenizer: FakeTokenizer | None = field(default_factory=FakeTokenizer)
+    raised: BaseException | None = None
+    opened: dict[str, Any] = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)
+    prompt: Any = None
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Script:
+    script = Script()
+
+    class LLM:
+        tokenizer = property(lambda self: script.tokenizer)
+
+        def __init__(self, **options: Any) -> None:
+            script.opened = options
+
+        def stream(self, prompt: Any, params: Any) -> Iterator[Any]:
+            script.prompt = prompt
+            if script.raised is not None:
+                raise script.raised
+            text, ids = "", []
+            for at, (piece, new, step) in enumerate(script.pieces):
+                text, ids = text + piece, [*ids, *new]
+                output = SimpleNamespace(
+                    text=text,
+                    token_ids=ids,
+                    finish_reason="length",
+                    seed=11,
+                    prompt_tokens=5,
+                    stats=FakeStats(),
+                )
+                last = at == len(script.pieces) - 1
+                yield SimpleNamespace(
+                    text=piece, token_ids=new, step=step, output=output if last else None
+                )
+
+    class SamplingParams(SimpleNamespace):
+        def __init__(self, **params: Any) -> None:
+            super().__init__(**params)
+            script.params = params
+
+    for name, content in {
+        "kdtree_engine.engine": {},
+        "kdtree_engine.engine.llm": {"LLM": LLM},
+        "kdtree_engine.engine.request": {"SamplingParams": SamplingParams},
+    }.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    return script
+
+
+def test_text_streams_to_stdout_and_statistics_to_stderr(
+    engine: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["generate", "--prompt", "x"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "def read()\n"
+    # 4 tokens in 0.5 s: the 7 s of prefill are no part of the speed.
+    assert err == "kdtree: 4 tokens in 1 steps, 3.00 tokens/step, 8.0 tokens/s, ended by length\n"
+
+
+def test_each_piece_is_flushed_before_the_next_is_made(
+    engine: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+
+    class Out(io.StringIO):
+        def flush(self) -> None:
+            flushed.append(self.getvalue())
+
+    monkeypatch.setattr(sys, "stdout", Out())
+    assert cli.run(["generate", "--prompt", "x"]) == 0
+    assert flushed[:2] == ["def", "def read()"]
+
+
+def test_text_that_ends_its_line_gets_no_second_newline(
+    engine: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.pieces = [("x", [6], None), ("\n", [5], None), ("", [], None)]
+    assert cli.run(["generate", "--prompt", "x"]) == 0
+    assert capsys.readouterr().out == "x\n"
+
+
+def test_options_reach_the_engine(engine: Script) -> None:
+    arguments = (
+        "generate folder --prompt-ids 3,4,5 --max-tokens 7 --temperature 0.5 --top-k 9 --top-p 0.9"
+        " --min-p 0.1 --seed 11 --ignore-eos --drafter ngram --tree-nodes chain:3 --device cpu"
+        " --dtype float32 --prefill-chunk 64"
+    )
+    assert cli.run(arguments.split()) == 0
+    assert engine.prompt == [3, 4, 5]
+    assert engine.params == {
+        "max_tokens": 7,
+        "temperature": 0.5,
+        "top_k": 9,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "seed": 11,
+        "ignore_eos": True,
+    }
+    assert engine.opened == {
+        "model": "folder",
+        "drafter": "ngram",
+        "device": "cpu",
+        "dtype": "float32",
+        "tree_nodes": "chain:3",
+        "prefill_chunk": 64,
+        "max_requests": 1,
+    }
+
+
+def test_defaults(engine: Script) -> None:
+    assert cli.run(["generate", "--prompt", ""]) == 0
+    assert engine.prompt == ""
+    assert engine.opened["model"] is None
+    assert engine.opened["tree_nodes"] == 15
+    assert engine.params["max_tokens"] == 128
+    assert engine.params["temperature"] == 0.0
+    assert engine.params["seed"] is None
+
+
+def test_json_is_one_object_and_nothing_else(
+    engine: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["generate", "--prompt", "x", "--json", "--show-tree"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {
+        "text": "def read()",
+        "token_ids": [0, 1, 2, 3],
+        "finish_reason": "length",
+        "usage": {"prompt_tokens": 5, "completion_tokens": 4},
+        "stats": {"steps": 1, "tokens": 4},
+        "seed": 11,
+    }
+    assert err.startswith("step 1: 4 drafted, 2 accepted\n")
+
+
+def test_a_sampled_run_names_its_seed(engine: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["generate", "--prompt", "x", "--temperature", "1"]) == 0
+    assert capsys.readouterr().err.endswith("ended by length, seed 11\n")
+
+
+def test_without_a_vocabulary_ids_are_printed(
+    engine: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.tokenizer = None
+    engine.pieces = [("", [0], None), ("", [], None), ("", [1, 2, 3], FORKED)]
+    assert cli.run(["generate", "--prompt-ids", "3", "--show-tree"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "0,1,2,3\n"
+    assert "● 0\n├── ● 1  50%\n" in err
+
+
+def test_a_prompt_file_keeps_its_bytes(
+    engine: Script, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "prompt"
+    path.write_bytes("é\r\n\n".encode())
+    assert cli.run(["generate", "--prompt-file", str(path)]) == 0
+    assert engine.prompt == "é\r\n\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"from stdin\n")))
+    assert cli.run(["generate", "--prompt-file", "-"]) == 0
+    assert engine.prompt == "from stdin\n"
+
+
+@pytest.mark.parametrize("prompt", ["-x", "--json", "- item"])
+def test_a_prompt_may_begin_with_a_hyphen(engine: Script, prompt: str) -> None:
+    assert cli.run(["generate", "--prompt", prompt]) == 0
+    assert engine.prompt == prompt
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["generate"], "found none of them"),
+        (["generate", "--prompt", "a", "--prompt-ids", "3"], "found --prompt and --prompt-ids"),
+        (["generate", "--prompt-ids", "3,x"], "'3,x'"),
+        (["generate", "--prompt-ids", ""], "--prompt-ids"),
+        (["generate", "--prompt-file", "/no/such/file"], "/no/such/file: No such file"),
+        (["generate", "--prompt", "\udce9"], "not UTF-8"),
+        (["generate", "--prompt"], "--prompt"),
+        (["generate", "--prompt", "a", "--max-tokens", "many"], "--max-tokens"),
+        (["generate", "--prompt", "a", "--no-such"], "--no-such"),
+        (["generate", "m", "n", "--prompt", "a"], "'n'"),
+        (["generate", "--prompt", "a", "--no-json"], "--no-json"),
+        (["generat"], "generat"),
+        (["--no-such"], "--no-such"),
+    ],
+)
+def test_misuse_is_one_line_and_code_2(
+    engine: Script, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
+) -> None:
+    assert cli.run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("kdtree: ")
+    assert err.count("\n") == 1
+    assert named in err
+
+
+def test_a_prompt_file_that_is_not_text(
+    engine: Script, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prompt"
+    path.write_bytes(b"ab\xff")
+    assert cli.run(["generate", "--prompt-file", str(path)]) == 2
+    assert capsys.readouterr().err == f"kdtree: --prompt-file {path} is not UTF-8 (byte 2)\n"
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "line"),
+    [
+        (CheckpointError("no config.json\n in /m"), 1, "kdtree: no config.json in /m\n"),
+        (OptionError("temperature is -1"), 2, "kdtree: temperature is -1\n"),
+        (PermissionError(13, "Permission denied", "/m"), 1, "kdtree: /m: Permission denied\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_of_the_engine(
+    engine: Script,
+    capsys: pytest.CaptureFixture[str],
+    raised: BaseException,
+    code: int,
+    line: str,
+) -> None:
+    engine.raised = raised
+    assert cli.run(["generate", "--prompt", "x"]) == code
+    assert capsys.readouterr() == ("", line)
+
+
+def test_a_bug_keeps_its_traceback(engine: Script) -> None:
+    engine.raised = AssertionError("an invariant")
+    with pytest.raises(AssertionError, match="an invariant"):
+        cli.run(["generate", "--prompt", "x"])
+
+
+def test_a_bad_variable_is_one_line(
+    engine: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KDTREE_LOG", "loud")
+    assert cli.run(["generate", "--prompt", "x"]) == 2
+    assert capsys.readouterr().err.startswith("kdtree: KDTREE_LOG is 'loud'")
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
+    script = (
+        "import sys, kdtree_engine.cli as cli\n"
+        "sys.stdout.reconfigure(write_through=False)\n"
+        "sys.exit(cli.run(['--version']) or cli.run(['generate', '--help']))\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    child.stdout.close()
+    assert child.stderr is not None
+    assert "Traceback" not in child.stderr.read()
+    child.wait()
+
+
+def drawn(trace: Any, color: bool = False) -> str:
+    console = Console(file=io.StringIO(), width=80, color_system="standard" if color else None)
+    console.print(draw(trace, lambda token: WORDS[token]))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_forked_tree() -> None:
+    lines = [line.rstrip() for line in drawn(FORKED).splitlines()]
+    assert lines == [
+        "● def",
+        "├── ● ·read  50%",
+        "│   ├── ● (  25%",
+        "│   │   └── → )",
+        "│   └── ○ :  10%",
+        "└── ○ x  20%",
+    ]
+
+
+def test_the_accepted_path_has_its_own_colour() -> None:
+    lines = drawn(FORKED, color=True).splitlines()
+    green = "\x1b[1;32m"
+    assert [green in line for line in lines] == [True, True, True, False, False, False]
+
+
+def test_a_chain_shares_a_line_up_to_where_it_was_rejected() -> None:
+    chain = SimpleNamespace(
+        tree=tree([-1, 6, 7, 8, 6], [-1, 0, 1, 2, 3], [1.0, 0.9, 0.8, 0.7, 0.6]),
+        path=AcceptedPath([0, 1, 2], 9),
+        root=0,
+    )
+    lines = [line.rstrip() for line in drawn(chain).splitlines()]
+    assert lines == ["● def x y  80%", "├── → é", "└── ○ z x  60%"]
+
+
+def test_a_root_alone() -> None:
+    alone = SimpleNamespace(tree=tree([-1], [-1], [1.0]), path=AcceptedPath([0], 1), root=0)
+    assert [line.rstrip() for line in drawn(alone).splitlines()] == ["● def", "└── → ·read"]
+
+
+def test_the_deepest_tree_loses_no_node() -> None:
+    # A comb: each node of the spine has a second child, so nothing can share a line.
+    parents = [-1]
+    for depth in range(31):
+        spine = max(0, 2 * depth - 1)
+        parents += [spine, spine]
+    comb = SimpleNamespace(
+        tree=tree([-1] + [6] * 62, parents, [1.0] * 63), path=AcceptedPath([0], 1), root=0
+    )
+    out = io.StringIO()
+    TreePrinter(lambda token: WORDS[token], out).show(comb)
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "step 1: 62 drafted, 0 accepted"
+    assert len(lines) == 1 + 1 + 62 + 1  # title, root, nodes, bonus
+
+
+def test_blanks_are_visible_and_control_characters_are_not_sent() -> None:
+    assert visible(" a\n\x1b[2J") == "·a\\n\\x1b[2J"
+    assert visible("[bold]") == "[bold]"
