@@ -1,0 +1,1 @@
+"""NumPy float64 models written from the maths alone; nothing here imports the package."""
