@@ -1,5 +1,6 @@
-"""Text to token ids and back, for the Kimi line of vocabularies."""
+"""Text and dialogues to token ids and back, for the Kimi line of vocabularies."""
 
+from .chat import encode_chat, render_chat
 from .vocabulary import TextStream, Tokenizer
 
-__all__ = ["TextStream", "Tokenizer"]
+__all__ = ["TextStream", "Tokenizer", "encode_chat", "render_chat"]
