@@ -7,6 +7,7 @@ implemented (DFlash 2, logit caps) is refused, since it would quietly cost accep
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from kdtree_engine.checkpoints.model_config import CONFIG_FILE
 from kdtree_engine.checkpoints.reader import read_json
@@ -26,7 +27,13 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
     ConfigError for a key that is absent or not implemented, DrafterError for values with which no
     draft could work (mask token outside the vocabulary, block of fewer than 2).
     """
-    top = Section(read_json(folder, CONFIG_FILE, ConfigError), str(folder / CONFIG_FILE))
+    where = str(folder / CONFIG_FILE)
+    return parse_drafter_config(read_json(folder, CONFIG_FILE, ConfigError), where)
+
+
+def parse_drafter_config(data: dict[str, Any], where: str) -> DrafterConfig:
+    """The DrafterConfig of a config.json's object; `where` begins error messages."""
+    top = Section(data, where)
     if "speculators_model_type" in top:
         raise top.error(
             "speculators_model_type",

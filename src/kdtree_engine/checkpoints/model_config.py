@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from kdtree_engine.checkpoints.quantization import find_quantization, read_quantization
 from kdtree_engine.checkpoints.reader import read_json
@@ -24,15 +25,25 @@ GENERATION_FILE = "generation_config.json"
 def read_model_config(folder: Path) -> ModelConfig:
     """The ModelConfig of a model folder. ConfigError names the file and the key at fault."""
     data = read_json(folder, CONFIG_FILE, ConfigError)
-    top = Section(data, str(folder / CONFIG_FILE))
-    name = top.text("model_type")
-    reader = FAMILIES.get(name)
-    if reader is None:
-        raise top.error("model_type", f"is {name!r}; supported: {', '.join(FAMILIES)}")
     extra_stops: tuple[int, ...] = ()
     if (folder / GENERATION_FILE).exists():
         generation = read_json(folder, GENERATION_FILE, ConfigError)
         extra_stops = Section(generation, str(folder / GENERATION_FILE)).ids("eos_token_id")
+    return parse_model_config(data, str(folder / CONFIG_FILE), extra_stops)
+
+
+def parse_model_config(
+    data: dict[str, Any], where: str, extra_stops: tuple[int, ...] = ()
+) -> ModelConfig:
+    """The ModelConfig of a config.json's object; `where` begins error messages.
+
+    `extra_stops` are the stop ids of generation_config.json. Raises ConfigError.
+    """
+    top = Section(data, where)
+    name = top.text("model_type")
+    reader = FAMILIES.get(name)
+    if reader is None:
+        raise top.error("model_type", f"is {name!r}; supported: {', '.join(FAMILIES)}")
     config = reader(top, extra_stops)
     _check(top, config)
     return config
