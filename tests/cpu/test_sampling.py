@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdtree_engine.errors import OptionError
@@ -60,11 +60,13 @@ def test_philox_known_answers(counter: Words, key: Words, wanted: Words) -> None
     assert plain_philox(counter, key) == wanted
 
 
+@settings(deadline=None)
 @given(counter=st.tuples(words, words, words, words), key=st.tuples(words, words))
 def test_philox_equals_plain_integers(counter: Words, key: Words) -> None:
     assert torch_philox(counter, key) == plain_philox(counter, key)
 
 
+@settings(deadline=None)
 @given(
     seed=st.integers(-(2**63), 2**64 - 1),
     position=st.integers(0, 2**40),
@@ -168,6 +170,7 @@ def slow_keep(logits: list[float], top_k: int, top_p: float, min_p: float) -> li
     return [k and w >= min_p for k, w in zip(kept, weights, strict=True)]
 
 
+@settings(deadline=None)
 @given(
     logits=st.lists(st.integers(-6, 6).map(lambda n: n / 2), min_size=1, max_size=9),
     top_k=st.integers(0, 10),

@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdtree_engine.errors import TokenizerError
@@ -105,11 +105,13 @@ def test_any_number_of_ranks(small: Tokenizer) -> None:
             small.decode([bad])
 
 
+@settings(deadline=None)
 @given(text=st.text())
 def test_round_trip(small: Tokenizer, text: str) -> None:
     assert small.decode(small.encode(text)) == text
 
 
+@settings(deadline=None)
 @given(
     ids=st.lists(st.integers(0, 513) | st.sampled_from([0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0x98])),
     cuts=st.lists(st.integers(0, 40)),

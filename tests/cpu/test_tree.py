@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdtree_engine.errors import OptionError
@@ -67,6 +67,7 @@ def rank_paths(tree: DraftTree, tokens: torch.Tensor) -> list[tuple[int, ...]]:
     return paths
 
 
+@settings(deadline=None)
 @given(rows=proposals(), budget=st.integers(0, 40))
 def test_equals_brute_force_ties_included(rows: list[list[float]], budget: int) -> None:
     rows = [sorted(row, reverse=True) for row in rows]
@@ -77,6 +78,7 @@ def test_equals_brute_force_ties_included(rows: list[list[float]], budget: int) 
     assert rank_paths(tree, tokens)[1:] == [ranks for _, ranks in wanted]
 
 
+@settings(deadline=None)
 @given(rows=proposals(broken=True), budget=st.integers(0, 40))
 def test_drops_what_is_not_finite_and_sorts(rows: list[list[float]], budget: int) -> None:
     log_probs, tokens = to_tensors(rows)
@@ -96,6 +98,7 @@ def test_drops_what_is_not_finite_and_sorts(rows: list[list[float]], budget: int
     assert got == [ranks for _, ranks in wanted]
 
 
+@settings(deadline=None)
 @given(rows=proposals(), budget=st.integers(0, 39))
 def test_a_smaller_tree_is_a_prefix(rows: list[list[float]], budget: int) -> None:
     small, large = (build_tree(*to_tensors(rows), count) for count in (budget, budget + 1))

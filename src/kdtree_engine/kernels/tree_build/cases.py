@@ -43,10 +43,7 @@ def inputs(case: Case, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shape = (case.requests, case.horizon, case.width)
     logits = torch.randn(shape, generator=generator) * case.spread
-    if case.ties:
-        log_probs = -(logits.abs() * 4).round() / 4
-    else:
-        log_probs = logits.log_softmax(-1)
+    log_probs = -(logits.abs() * 4).round() / 4 if case.ties else logits.log_softmax(-1)
     log_probs = log_probs.sort(dim=-1, descending=True).values
     order = torch.rand((*shape[:2], case.width + 5), generator=generator).argsort(-1)
     return log_probs, order[..., : case.width].contiguous()
