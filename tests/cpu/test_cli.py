@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ import torch
 from rich.console import Console
 
 from kdtree_engine import cli
+from kdtree_engine.checkpoints import check_drafter, open_drafter, open_model
+from kdtree_engine.cli.generate import Speed
 from kdtree_engine.cli.show_tree import TreePrinter, draw, visible
 from kdtree_engine.errors import CheckpointError, OptionError
 from kdtree_engine.types import AcceptedPath, DraftTree
@@ -52,7 +55,6 @@ class FakeTokenizer:
 class FakeStats:
     steps: int = 1
     tokens: int = 4
-    seconds: dict[str, float] = field(default_factory=lambda: {"prefill": 7.0, "verify": 0.5})
     tokens_per_step: float = 3.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -71,6 +73,7 @@ class Script:
     )
     tokenizer: FakeTokenizer | None = field(default_factory=FakeTokenizer)
     raised: BaseException | None = None
+    failure: str | None = None
     opened: dict[str, Any] = field(default_factory=dict)
     params: dict[str, Any] = field(default_factory=dict)
     prompt: Any = None
@@ -100,6 +103,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Script:
                     seed=11,
                     prompt_tokens=5,
                     stats=FakeStats(),
+                    error=script.failure,
                 )
                 last = at == len(script.pieces) - 1
                 yield SimpleNamespace(
@@ -128,8 +132,42 @@ def test_text_streams_to_stdout_and_statistics_to_stderr(
     assert cli.run(["generate", "--prompt", "x"]) == 0
     out, err = capsys.readouterr()
     assert out == "def read()\n"
-    # 4 tokens in 0.5 s: the 7 s of prefill are no part of the speed.
-    assert err == "kdtree: 4 tokens in 1 steps, 3.00 tokens/step, 8.0 tokens/s, ended by length\n"
+    line = r"kdtree: 4 tokens in 1 steps, 3\.00 tokens/step, [\d.]+ tokens/s, ended by length\n"
+    assert re.fullmatch(line, err)
+
+
+def test_speed_leaves_out_prefill_and_printing() -> None:
+    now = 0.0
+
+    def events() -> Iterator[Any]:
+        nonlocal now
+        for seconds, count in ((50.0, 0), (70.0, 1), (0.5, 3), (0.5, 1)):
+            now += seconds
+            yield SimpleNamespace(token_ids=[0] * count)
+
+    speed = Speed(clock=lambda: now)
+    for _ in speed.timed(events()):
+        now += 10.0  # printing
+    assert speed.tokens_per_second == 4.0
+
+
+def test_speed_of_a_single_token_is_unknown() -> None:
+    speed = Speed(clock=iter([0.0, 1.0, 2.0]).__next__)
+    assert len(list(speed.timed(iter([SimpleNamespace(token_ids=[0])])))) == 1
+    assert speed.tokens_per_second is None
+
+
+@pytest.mark.parametrize("json_flag", [[], ["--json"]])
+def test_a_request_that_failed_shows_its_text_and_its_error(
+    engine: Script, capsys: pytest.CaptureFixture[str], json_flag: list[str]
+) -> None:
+    engine.failure = "logits are not finite"
+    assert cli.run(["generate", "--prompt", "x", *json_flag]) == 1
+    out, err = capsys.readouterr()
+    assert "def read()" in out
+    assert err.endswith("kdtree: logits are not finite\n")
+    if json_flag:
+        assert json.loads(out)["error"] == "logits are not finite"
 
 
 def test_each_piece_is_flushed_before_the_next_is_made(
@@ -390,3 +428,42 @@ def test_the_deepest_tree_loses_no_node() -> None:
 def test_blanks_are_visible_and_control_characters_are_not_sent() -> None:
     assert visible(" a\n\x1b[2J") == "·a\\n\\x1b[2J"
     assert visible("[bold]") == "[bold]"
+
+
+def test_make_checkpoint_writes_what_the_reader_reads(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    arguments = ["make-checkpoint", str(folder), "--family", "k2.6", "--drafter", "--seed", "3"]
+    assert cli.run(arguments) == 0
+    expected = f"kdtree: wrote a random k2.6 checkpoint and its drafter to {folder}\n"
+    assert capsys.readouterr() == ("", expected)
+    target = open_model(folder)
+    check_drafter(open_drafter(folder / "drafter").config, target.config)
+    # A second run would overwrite a model that someone may need.
+    assert cli.run(arguments) == 1
+    assert str(folder) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--family", "gpt"], "'gpt'"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--seed", str(2**63)], "--seed"),
+        (["--seed", "x"], "--seed"),
+    ],
+)
+def test_make_checkpoint_refuses(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str], options: list[str], named: str
+) -> None:
+    assert cli.run(["make-checkpoint", str(tmp_path / "model"), *options]) == 2
+    _, err = capsys.readouterr()
+    assert named in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "model").exists()
+
+
+def test_make_checkpoint_needs_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["make-checkpoint"]) == 2
+    assert capsys.readouterr().err.startswith("kdtree: ")

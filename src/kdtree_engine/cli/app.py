@@ -14,6 +14,7 @@ from cyclopts import App, CycloptsError
 from .. import log
 from ..errors import KDTreeError, OptionError
 from .generate import generate
+from .make_checkpoint import make_checkpoint
 
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
@@ -36,6 +37,7 @@ app = App(
     result_action="return_none",
 )
 app.command(generate)
+app.command(make_checkpoint)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
-from ..errors import OptionError
+from ..errors import KDTreeError, OptionError
 from ..log import progress
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
-    from ..engine.request import RequestOutput, SamplingParams
+    from ..engine.request import RequestOutput, SamplingParams, StreamEvent
     from .show_tree import TreePrinter
 
 
@@ -94,11 +95,13 @@ def generate(model: str | None = None, /, *, options: GenerateOptions | None = N
     prompt = read_prompt(options)
     tree_nodes = _tree_nodes(options.tree_nodes)
     llm = open_engine(model, options, tree_nodes)
-    output = _stream(llm, prompt, _sampling(options), options)
+    output, speed = _stream(llm, prompt, _sampling(options), options)
     if options.json:
         print(json.dumps(as_json(output)))
     else:
-        print(f"kdtree: {summary(output, options.temperature > 0)}", file=sys.stderr)
+        print(f"kdtree: {summary(output, speed, options.temperature > 0)}", file=sys.stderr)
+    if output.error is not None:
+        raise KDTreeError(output.error)
 
 
 def open_engine(model: str | None, options: GenerateOptions, tree_nodes: int | str) -> LLM:
@@ -178,15 +181,16 @@ def _tree_nodes(text: str) -> int | str:
 
 def _stream(
     llm: LLM, prompt: str | list[int], params: SamplingParams, options: GenerateOptions
-) -> RequestOutput:
-    """Run the request and show it as asked."""
+) -> tuple[RequestOutput, Speed]:
+    """Run the request and show it as asked; also how fast it decoded."""
     writer = _Writer(llm.tokenizer is not None, live=not (options.json or options.show_tree))
     trees = _tree_printer(llm) if options.show_tree else None
+    speed = Speed()
     output: RequestOutput | None = None
     # Flowing text is its own progress bar.
     quiet = options.json and not options.show_tree
     with progress("generating", params.max_tokens, shown=quiet) as meter:
-        for event in llm.stream(prompt, params):
+        for event in speed.timed(llm.stream(prompt, params)):
             meter.advance(len(event.token_ids))
             writer.add(event.text, event.token_ids)
             if trees is not None and event.step is not None:
@@ -195,7 +199,36 @@ def _stream(
     assert output is not None, "the stream ended without an output"
     if not options.json:
         writer.finish()
-    return output
+    return output, speed
+
+
+class Speed:
+    """Decoding speed: what came after the first tokens (which end the prefill), without our own
+    printing."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds = 0.0
+        self._tokens = 0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None where nothing came after the first tokens."""
+        return self._tokens / self._seconds if self._tokens and self._seconds > 0 else None
+
+    def timed(self, events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
+        """The same events; only the time spent waiting for them counts."""
+        decoding = False
+        while True:
+            start = self._clock()
+            event = next(events, None)
+            if event is None:
+                return
+            if decoding:
+                self._seconds += self._clock() - start
+                self._tokens += len(event.token_ids)
+            decoding = decoding or bool(event.token_ids)
+            yield event
 
 
 def _tree_printer(llm: LLM) -> TreePrinter:
@@ -240,7 +273,7 @@ class _Writer:
 
 def as_json(output: RequestOutput) -> dict[str, object]:
     """What --json prints."""
-    return {
+    fields: dict[str, object] = {
         "text": output.text,
         "token_ids": list(output.token_ids),
         "finish_reason": output.finish_reason,
@@ -251,18 +284,21 @@ def as_json(output: RequestOutput) -> dict[str, object]:
         "stats": output.stats.to_dict(),
         "seed": output.seed,
     }
+    if output.error is not None:
+        fields["error"] = output.error
+    return fields
 
 
-def summary(output: RequestOutput, sampled: bool) -> str:
+def summary(output: RequestOutput, speed: Speed, sampled: bool) -> str:
     """The statistics line. Tokens per second leave the prompt's prefill out."""
     stats = output.stats
-    seconds = sum(value for phase, value in stats.seconds.items() if phase != "prefill")
     parts = [
         f"{stats.tokens} tokens in {stats.steps} steps",
         f"{stats.tokens_per_step:.2f} tokens/step",
     ]
-    if seconds > 0:
-        parts.append(f"{stats.tokens / seconds:.1f} tokens/s")
+    rate = speed.tokens_per_second
+    if rate is not None:
+        parts.append(f"{rate:.1f} tokens/s")
     parts.append(f"ended by {output.finish_reason}")
     if sampled:
         parts.append(f"seed {output.seed}")

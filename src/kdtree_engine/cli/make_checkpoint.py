@@ -1,0 +1,44 @@
+"""`kdtree make-checkpoint`: a small random model in a published format, for tests and tools."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from ..errors import OptionError
+
+MAX_SEED = 2**63 - 1
+
+
+def make_checkpoint(
+    out: str,
+    /,
+    *,
+    family: Annotated[str, Parameter(help="k2.6 or deepseek-v3.", metavar="NAME")] = "k2.6",
+    drafter: Annotated[
+        bool,
+        Parameter(help="Also a DFlash drafter, in OUT/drafter.", negative=(), show_default=False),
+    ] = False,
+    seed: Annotated[
+        int,
+        Parameter(
+            help="The same seed gives the same bytes.", metavar="S", allow_leading_hyphen=True
+        ),
+    ] = 0,
+) -> None:
+    """Write a small random checkpoint.
+
+    Parameters
+    ----------
+    out
+        The folder to make; one that holds a model is refused.
+    """
+    if not 0 <= seed <= MAX_SEED:
+        raise OptionError(f"--seed is {seed}: expected 0 to 2^63 - 1")
+    from ..checkpoints import write
+
+    write.make_checkpoint(out, family, seed, drafter)
+    made = f"a random {family} checkpoint" + (" and its drafter" if drafter else "")
+    print(f"kdtree: wrote {made} to {out}", file=sys.stderr)
