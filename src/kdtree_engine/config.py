@@ -1,7 +1,8 @@
 """Frozen configuration values, resolved once when a checkpoint or an engine is opened.
 
-Nothing here reads files or the environment: `checkpoints/` turns a config.json into these values, and the
-engine and the command fill in the rest. All sizes are element counts, all positions are absolute.
+Nothing here reads files or the environment: `checkpoints/` turns a config.json into these values,
+and the engine and the command fill in the rest. All sizes are element counts, all positions are
+absolute.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ PAGE_SIZE = 64
 """Tokens in one cache page; also the width of an attention tile (DESIGN.md, the contract)."""
 
 MAX_ROWS_PER_REQUEST = 64
-"""Rows of one request in one decode step: the root and 63 nodes, so one 64-bit word holds ancestors."""
+"""Rows of one request in one decode step: the root and 63 nodes, so one 64-bit word holds
+ancestors.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,9 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a DeepSeek-V3 / Kimi-K2 class target. Read every value from the checkpoint's config.json."""
+    """Shape of a DeepSeek-V3 / Kimi-K2 class target. Read every value from the checkpoint's
+    config.json.
+    """
 
     family: str  # "deepseek-v3", "k2.5" (K2.5 and K2.6 share it)
     vocab_size: int
@@ -91,8 +96,9 @@ class ModelConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """(nope + rope)^-0.5 g(mscale_all_dim)^2; the absorbed form keeps it (checkpoints.md 4.2)."""
-        return (self.nope_dim + self.rope_dim) ** -0.5 * self.rope.gain(self.rope.mscale_all_dim) ** 2
+        """(nope + rope)^-0.5 g(mscale_all_dim)^2; the absorbed form keeps it."""
+        gain = self.rope.gain(self.rope.mscale_all_dim)
+        return gain * gain / math.sqrt(self.nope_dim + self.rope_dim)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether 0-based `layer` has routed experts instead of a dense MLP."""
@@ -112,13 +118,17 @@ class DrafterConfig:
     vocab_size: int
     block_size: int  # slots of a block, the root in slot 0: the horizon is block_size - 1
     mask_token_id: int
-    tap_layers: tuple[int, ...]  # 0-based target layers whose outputs are the taps, in concatenation order
+    tap_layers: tuple[
+        int, ...
+    ]  # 0-based target layers whose outputs are the taps, in concatenation order
     num_target_layers: int
     rms_norm_eps: float
     rope: RopeConfig
     layer_types: tuple[str, ...]  # "full_attention" or "sliding_attention", one a layer
     sliding_window: int | None = None
-    window: int | None = None  # draft window: only the last W context tokens are seen; the block always is
+    window: int | None = (
+        None  # draft window: only the last W context tokens are seen; the block always is
+    )
     max_positions: int = 0
 
     @property

@@ -85,3 +85,47 @@ class AcceptedPath:
 
     indices: Sequence[int]
     next_token: int
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """The rows of one request in a step: a causal run (prefill) or a draft tree.
+
+    first, count: its rows in the step, consecutive.
+    context: committed tokens of the request, all in the cache, before these rows.
+    pages: [P] int64, the request's pages in order; they cover `context`, and the rows of a causal
+    run. ancestors: [count] int64 masks over the span's rows (`DraftTree.ancestors`), None for a
+    causal run.
+    """
+
+    first: int
+    count: int
+    context: int
+    pages: Tensor
+    ancestors: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class StepInputs:
+    """One forward pass over R rows of any number of requests.
+
+    tokens, positions: [R] int64. slots: [R] int64, where each row's latent goes (page * 64 +
+    offset; a page of the request for prefill, scratch for a tree). logit_rows: [L] int64, the rows
+    whose logits are wanted.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    spans: tuple[Span, ...]
+    logit_rows: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class TargetOutput:
+    """logits: [L, V] float32, in the order of `logit_rows`. taps: [R, n * H], concatenated, or
+    None.
+    """
+
+    logits: Tensor
+    taps: Tensor | None

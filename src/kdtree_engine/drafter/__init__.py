@@ -1,0 +1,1 @@
+"""What proposes the draft trees: one protocol, several drafters."""

@@ -1,0 +1,121 @@
+"""The DFlash network (speculation.md 2.1): Qwen3-style layers over injected target states.
+
+One pass over a block [root, MASK, ...] gives a distribution for every masked slot. Keys and values
+of the context depend on the target's taps alone, so they are computed once a token, at commit, and
+kept. The same functions serve inference and training; training only brings other masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kdtree_engine.config import DrafterConfig
+from kdtree_engine.kernels.dflash_attention import dflash_attention
+from kdtree_engine.kernels.linear import ColumnBlocks, linear
+from kdtree_engine.kernels.rope import RopeTable, rotate_half
+from kdtree_engine.model.layers import GatedMLP, Norm
+
+KeysValues = tuple[Tensor, Tensor]  # each [B, T, kv_heads, head_dim]
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPositions:
+    """Places of context keys and block rows, all int64.
+
+    context: [B, S] positions of the context keys. rows: [B, L] positions of the block rows.
+    anchors: [B, L] the position of each row's root. blocks: [B, L] which block a row belongs to.
+    """
+
+    context: Tensor
+    rows: Tensor
+    anchors: Tensor
+    blocks: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class DFlashLayer:
+    """Attention over [context ; block], then a gated MLP, each behind a norm and a residual."""
+
+    input_norm: Norm
+    query: ColumnBlocks  # H -> heads * hd
+    key_value: ColumnBlocks  # H -> 2 * kv_heads * hd, keys first
+    query_norm: Norm  # over hd
+    key_norm: Norm
+    output: ColumnBlocks  # heads * hd -> H
+    mlp_norm: Norm
+    mlp: GatedMLP
+
+    def keys_values(self, x: Tensor, config: DrafterConfig, cos: Tensor, sin: Tensor) -> KeysValues:
+        """Rotated keys and values [R, kv_heads, hd] of x [R, H]."""
+        both = linear(x, self.key_value).view(-1, 2, config.num_kv_heads, config.head_dim)
+        return rotate_half(self.key_norm(both[:, 0]), cos, sin), both[:, 1]
+
+
+@dataclass(frozen=True, eq=False)
+class DFlashModel:
+    """The drafter's weights; embedding and head are the target's."""
+
+    config: DrafterConfig
+    fc: ColumnBlocks  # n * H -> H
+    hidden_norm: Norm
+    layers: tuple[DFlashLayer, ...]
+    norm: Norm
+    rope: RopeTable
+
+    def context_keys_values(self, taps: Tensor, positions: Tensor) -> list[KeysValues]:
+        """Per layer, keys and values [R, kv_heads, hd] of committed rows: taps [R, n * H]."""
+        injected = self.hidden_norm(linear(taps, self.fc))
+        cos, sin = self.rope.at(positions)
+        return [layer.keys_values(injected, self.config, cos, sin) for layer in self.layers]
+
+    def hidden(self, x: Tensor, context: Sequence[KeysValues], places: BlockPositions) -> Tensor:
+        """Final hidden states [B, L, H] of block embeddings x [B, L, H], ready for the head.
+
+        context: per layer, keys and values [B, S, kv_heads, hd].
+        """
+        batch, length, width = x.shape
+        cos, sin = self.rope.at(places.rows.flatten())
+        rows = x.reshape(-1, width)
+        masks: dict[str, Tensor] = {}
+        for layer, kind, past in zip(self.layers, self.config.layer_types, context, strict=True):
+            if kind not in masks:
+                masks[kind] = self.visible(places, sliding=kind == "sliding_attention")
+            normed = layer.input_norm(rows)
+            query = linear(normed, layer.query).view(
+                -1, self.config.num_heads, self.config.head_dim
+            )
+            query = rotate_half(layer.query_norm(query), cos, sin)
+            key, value = layer.keys_values(normed, self.config, cos, sin)
+            shape = (batch, length)
+            mixed = dflash_attention(
+                torch.unflatten(query, 0, shape),
+                past,
+                (torch.unflatten(key, 0, shape), torch.unflatten(value, 0, shape)),
+                masks[kind],
+            )
+            rows = rows + linear(mixed.reshape(batch * length, -1), layer.output)
+            rows = rows + layer.mlp(layer.mlp_norm(rows))
+        return self.norm(rows).view(batch, length, width)
+
+    def visible(self, places: BlockPositions, sliding: bool) -> Tensor:
+        """[B, L, S + L] bool. A row sees the context strictly before its root and its own block.
+
+        The draft window keeps the last W context tokens; a sliding layer is causal inside the block
+        and limits the distance to its window.
+        """
+        past = places.context.unsqueeze(1)  # [B, 1, S]
+        anchors, rows = places.anchors.unsqueeze(2), places.rows.unsqueeze(2)  # [B, L, 1]
+        context = past < anchors
+        if self.config.window is not None:
+            context &= past >= anchors - self.config.window
+        own = places.blocks.unsqueeze(2) == places.blocks.unsqueeze(1)
+        if sliding:
+            assert self.config.sliding_window is not None
+            distance = rows - places.rows.unsqueeze(1)
+            own &= (distance >= 0) & (distance < self.config.sliding_window)
+            context &= rows - past < self.config.sliding_window
+        return torch.cat((context, own), 2)

@@ -1,0 +1,104 @@
+"""Build a DFlash network from a checkpoint, and write one back in the same layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kdtree_engine.checkpoints import DrafterCheckpoint
+from kdtree_engine.config import DrafterConfig
+from kdtree_engine.drafter.dflash_model import DFlashLayer, DFlashModel
+from kdtree_engine.kernels.linear import pack_columns
+from kdtree_engine.kernels.rope import rope_table
+from kdtree_engine.model.layers import GatedMLP, Norm
+
+
+def load_drafter(
+    checkpoint: DrafterCheckpoint, dtype: torch.dtype, device: torch.device
+) -> DFlashModel:
+    """The network of a z-lab layout checkpoint, its weights in `dtype` on `device`."""
+    config = checkpoint.config
+    tensors = {name: checkpoint.tensor(name) for name in tensor_names(config)}
+    return build_drafter(config, tensors, dtype, device)
+
+
+def tensor_names(config: DrafterConfig) -> list[str]:
+    """Names in a z-lab checkpoint (speculation.md 2.3)."""
+    attention = [f"self_attn.{name}_proj" for name in "qkvo"]
+    inner = [
+        *attention,
+        "self_attn.q_norm",
+        "self_attn.k_norm",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+        "input_layernorm",
+        "post_attention_layernorm",
+    ]
+    names = [f"layers.{i}.{name}.weight" for i in range(config.num_layers) for name in inner]
+    return [*names, "fc.weight", "hidden_norm.weight", "norm.weight"]
+
+
+def build_drafter(
+    config: DrafterConfig, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> DFlashModel:
+    """The network from tensors named as in a checkpoint, [out, in]."""
+    eps = config.rms_norm_eps
+
+    def norm(name: str) -> Norm:
+        return Norm(tensors[name + ".weight"].to(device, dtype), eps)
+
+    def rows(*names: str) -> Tensor:
+        return torch.cat([tensors[name + ".weight"] for name in names])
+
+    def layer(prefix: str) -> DFlashLayer:
+        attention = prefix + "self_attn."
+        return DFlashLayer(
+            norm(prefix + "input_layernorm"),
+            pack_columns(rows(attention + "q_proj"), dtype, device),
+            pack_columns(rows(attention + "k_proj", attention + "v_proj"), dtype, device),
+            norm(attention + "q_norm"),
+            norm(attention + "k_norm"),
+            pack_columns(rows(attention + "o_proj"), dtype, device),
+            norm(prefix + "post_attention_layernorm"),
+            GatedMLP(
+                pack_columns(rows(prefix + "mlp.gate_proj", prefix + "mlp.up_proj"), dtype, device),
+                pack_columns(rows(prefix + "mlp.down_proj"), dtype, device),
+            ),
+        )
+
+    return DFlashModel(
+        config,
+        pack_columns(rows("fc"), dtype, device),
+        norm("hidden_norm"),
+        tuple(layer(f"layers.{index}.") for index in range(config.num_layers)),
+        norm("norm"),
+        rope_table(config.rope, config.head_dim, config.max_positions, device),
+    )
+
+
+def drafter_tensors(model: DFlashModel) -> dict[str, Tensor]:
+    """The network's weights under their checkpoint names, [out, in]: the inverse of
+    `build_drafter`.
+    """
+    config = model.config
+    out = {
+        "fc": model.fc.matrix(),
+        "hidden_norm": model.hidden_norm.weight,
+        "norm": model.norm.weight,
+    }
+    for index, layer in enumerate(model.layers):
+        prefix, width = f"layers.{index}.", config.num_kv_heads * config.head_dim
+        key_value, gate_up = layer.key_value.matrix(), layer.mlp.gate_up.matrix()
+        out[prefix + "input_layernorm"] = layer.input_norm.weight
+        out[prefix + "self_attn.q_proj"] = layer.query.matrix()
+        out[prefix + "self_attn.k_proj"] = key_value[:width]
+        out[prefix + "self_attn.v_proj"] = key_value[width:]
+        out[prefix + "self_attn.q_norm"] = layer.query_norm.weight
+        out[prefix + "self_attn.k_norm"] = layer.key_norm.weight
+        out[prefix + "self_attn.o_proj"] = layer.output.matrix()
+        out[prefix + "post_attention_layernorm"] = layer.mlp_norm.weight
+        out[prefix + "mlp.gate_proj"] = gate_up[: config.intermediate_size]
+        out[prefix + "mlp.up_proj"] = gate_up[config.intermediate_size :]
+        out[prefix + "mlp.down_proj"] = layer.mlp.down.matrix()
+    return {name + ".weight": tensor.detach().contiguous() for name, tensor in out.items()}

@@ -1,0 +1,1 @@
+"""Requests on a model: scheduling, the step, the offline API."""

@@ -1,0 +1,164 @@
+"""Resolve what a user asked for into an engine: folders, device, dtype, drafter, cache size."""
+
+from __future__ import annotations
+
+import importlib.resources
+import logging
+from os import PathLike
+from pathlib import Path
+
+import torch
+
+from kdtree_engine.cache import CacheLayout, allocate_pool, pages_for
+from kdtree_engine.checkpoints import ModelCheckpoint, check_drafter, open_drafter, open_model
+from kdtree_engine.config import EngineConfig, ModelConfig
+from kdtree_engine.drafter.base import Drafter
+from kdtree_engine.drafter.dflash import DFlashDrafter
+from kdtree_engine.drafter.dflash_model import DFlashModel
+from kdtree_engine.drafter.load import load_drafter
+from kdtree_engine.drafter.ngram import NgramDrafter
+from kdtree_engine.drafter.none import NoDrafter
+from kdtree_engine.drafter.random import RandomDrafter
+from kdtree_engine.engine.loop import Engine
+from kdtree_engine.errors import OptionError
+from kdtree_engine.model import load_target
+from kdtree_engine.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+STOP_NAMES = ("[EOS]", "<|im_end|>", "[EOT]")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CPU_CACHE_BYTES = 2 << 30
+_CUDA_CACHE_SHARE = 0.8  # of the memory that is free once the weights are in
+
+DrafterChoice = str | PathLike[str] | Drafter
+
+
+def packaged_model() -> Path:
+    """Folder of the model that comes with the package: target/ and drafter/."""
+    return Path(str(importlib.resources.files("kdtree_engine"))) / "demo"
+
+
+def resolve_device(device: str) -> torch.device:
+    """ "auto" is CUDA where there is one. Raises OptionError."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.split(":")[0] not in ("cpu", "cuda"):
+        raise OptionError(f"device {device!r} is not one of auto, cpu, cuda")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise OptionError(
+            "device 'cuda' was asked for, but torch sees no CUDA GPU; use --device cpu"
+        )
+    return torch.device(device)
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """ "auto" is float32 on the CPU and bfloat16 on CUDA. Raises OptionError."""
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if dtype not in DTYPES:
+        raise OptionError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def open_tokenizer(folder: Path) -> Tokenizer | None:
+    """The folder's vocabulary, None where it has none."""
+    return Tokenizer.from_folder(folder) if (folder / "tiktoken.model").exists() else None
+
+
+def stop_ids(config: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """The config's stop tokens and those that the vocabulary has by name (DECISIONS.md)."""
+    named = {} if tokenizer is None else tokenizer.special_ids
+    return frozenset(config.eos_token_ids) | {named[name] for name in STOP_NAMES if name in named}
+
+
+def build_engine(
+    folder: Path,
+    drafter: DrafterChoice,
+    device: torch.device,
+    dtype: torch.dtype,
+    config: EngineConfig,
+    tokenizer: Tokenizer | None,
+) -> Engine:
+    """Load everything and check that it fits together; `config.cache_pages` 0 means as needed."""
+    checkpoint = open_model(folder)
+    for note in checkpoint.notes:
+        log.info("%s: %s", folder.name, note)
+    draft_folder = _drafter_folder(folder, drafter) if config.tree_nodes else None
+    network = None
+    if draft_folder is not None:
+        draft_checkpoint = open_drafter(draft_folder)
+        check_drafter(draft_checkpoint.config, checkpoint.config)
+        network = load_drafter(draft_checkpoint, dtype, device)
+    target = load_target(checkpoint, dtype, device)
+    layout = CacheLayout(
+        _cache_pages(checkpoint, network, config, dtype, device), config.max_requests
+    )
+    pool = allocate_pool(
+        layout,
+        checkpoint.config.num_layers,
+        checkpoint.config.latent_dim,
+        dtype,
+        device,
+        *(
+            (network.config.num_layers, (network.config.num_kv_heads, network.config.head_dim))
+            if network
+            else ()
+        ),
+    )
+    chosen: Drafter
+    if network is not None:
+        chosen = DFlashDrafter(network, target, pool)
+    else:
+        chosen = _modelless(drafter if config.tree_nodes else "none", checkpoint.config)
+    return Engine(target, chosen, pool, config, stop_ids(checkpoint.config, tokenizer))
+
+
+def _drafter_folder(model: Path, drafter: DrafterChoice) -> Path | None:
+    """The folder that holds the drafter, None for drafters without a model."""
+    if not isinstance(drafter, str | PathLike):
+        return None
+    if drafter == "auto":
+        own = packaged_model()
+        return own / "drafter" if model.resolve() == (own / "target").resolve() else None
+    if drafter in ("none", "ngram", "random"):
+        return None
+    folder = Path(drafter)
+    if not folder.is_dir():
+        raise OptionError(
+            f"drafter {str(drafter)!r} is neither a folder nor one of auto, none, ngram, random"
+        )
+    return folder
+
+
+def _modelless(drafter: DrafterChoice, config: ModelConfig) -> Drafter:
+    if drafter == "none":
+        return NoDrafter()
+    if drafter == "random":
+        return RandomDrafter(config.vocab_size)
+    if drafter in ("auto", "ngram"):
+        return NgramDrafter()
+    assert not isinstance(drafter, str | PathLike)
+    return drafter
+
+
+def _cache_pages(
+    checkpoint: ModelCheckpoint,
+    network: DFlashModel | None,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """What was asked for, or room for every request at full length, as far as memory goes."""
+    if config.cache_pages:
+        return config.cache_pages
+    model = checkpoint.config
+    elements = model.num_layers * model.latent_dim
+    if network is not None:
+        draft = network.config
+        elements += draft.num_layers * 2 * draft.num_kv_heads * draft.head_dim
+    free = _CPU_CACHE_BYTES
+    if device.type == "cuda":
+        free = int(torch.cuda.mem_get_info(device)[0] * _CUDA_CACHE_SHARE)
+    affordable = free // (elements * dtype.itemsize * 64)
+    return max(1, min(config.max_requests * pages_for(model.max_positions), affordable))

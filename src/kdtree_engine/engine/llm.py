@@ -1,0 +1,188 @@
+"""The offline API: a model, prompts in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from os import PathLike
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kdtree_engine.config import EngineConfig
+from kdtree_engine.engine.build import (
+    DrafterChoice,
+    build_engine,
+    open_tokenizer,
+    packaged_model,
+    resolve_device,
+    resolve_dtype,
+)
+from kdtree_engine.engine.policy import parse_tree_nodes
+from kdtree_engine.engine.request import (
+    Request,
+    RequestOutput,
+    SamplingParams,
+    StreamEvent,
+)
+from kdtree_engine.engine.step import StepResult
+from kdtree_engine.errors import KDTreeError, OptionError, TokenizerError
+from kdtree_engine.tokenizer import TextStream
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A loaded model with its drafter.
+
+    model: a checkpoint folder; None is the packaged model. drafter: "auto" (the packaged drafter
+    for the packaged model, else n-gram), "none", "ngram", "random", or a folder. device: "auto",
+    "cpu", "cuda". dtype: "auto", "float32", "bfloat16". tree_nodes: draft nodes a step, 0 to 63, or
+    "chain:N". prefill_chunk: prompt tokens of a request in one step. cache_pages: pages of 64
+    tokens, None for as many as `max_requests` full-length requests need. Raises KDTreeError
+    subclasses.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str] | None = None,
+        drafter: DrafterChoice = "auto",
+        device: str = "auto",
+        dtype: str = "auto",
+        tree_nodes: int | str = 15,
+        prefill_chunk: int = 512,
+        cache_pages: int | None = None,
+        max_requests: int = 8,
+    ) -> None:
+        for name, value in (
+            ("prefill_chunk", prefill_chunk),
+            ("cache_pages", cache_pages),
+            ("max_requests", max_requests),
+        ):
+            if value is not None and value < 1:
+                raise OptionError(f"{name} {value} must be 1 or more")
+        policy = parse_tree_nodes(tree_nodes)
+        config = EngineConfig(
+            policy.nodes, policy.chain, prefill_chunk, cache_pages or 0, max_requests
+        )
+        folder = packaged_model() / "target" if model is None else Path(model)
+        place = resolve_device(device)
+        self.tokenizer = open_tokenizer(folder)
+        self.engine = build_engine(
+            folder, drafter, place, resolve_dtype(dtype, place), config, self.tokenizer
+        )
+        self._folder = folder
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete the prompts (texts or lists of token ids), several at a time; outputs in order.
+
+        Raises OptionError, TokenizerError or CapacityError before anything runs.
+        """
+        batch = _as_batch(prompts)
+        settings = (
+            [params or SamplingParams()] * len(batch)
+            if not isinstance(params, Sequence)
+            else params
+        )
+        if len(settings) != len(batch):
+            raise OptionError(f"{len(batch)} prompts came with {len(settings)} sampling settings")
+        requests = self._queue(batch, settings)
+        try:
+            while self.engine.has_work:
+                self.engine.step()
+        finally:
+            for request in requests:
+                self.engine.cancel(request)
+        return [self._output(request) for request in requests]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+        """Complete one prompt, an event a step; the last event carries the output."""
+        [request] = self._queue([prompt], [params or SamplingParams()])
+        text = None if self.tokenizer is None else self.tokenizer.stream()
+        try:
+            while request.finish_reason is None:
+                for result in self.engine.step():
+                    if result.part.request is request:
+                        yield self._event(request, result, text)
+        finally:
+            self.engine.cancel(request)
+
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """float32 logits [T, vocab] after every prefix of `token_ids`, as any prefill computes
+        them.
+        """
+        request = self.engine.add(token_ids, SamplingParams(), keep_logits=True)
+        try:
+            while request.is_prefill:
+                self.engine.step()
+        finally:
+            self.engine.cancel(request)
+        return torch.cat(request.logits)
+
+    def _queue(
+        self, prompts: Sequence[Prompt], settings: Sequence[SamplingParams]
+    ) -> list[Request]:
+        """Add all or none."""
+        encoded = [self._encode(prompt) for prompt in prompts]
+        requests: list[Request] = []
+        try:
+            for tokens, params in zip(encoded, settings, strict=True):
+                requests.append(self.engine.add(tokens, params))
+        except KDTreeError:
+            for request in requests:
+                self.engine.cancel(request)
+            raise
+        return requests
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise TokenizerError(
+                f"{self._folder} has no tokenizer (tiktoken.model), so it takes token ids, not text"
+            )
+        return self.tokenizer.encode(prompt)
+
+    def _event(self, request: Request, result: StepResult, text: TextStream | None) -> StreamEvent:
+        done = request.finish_reason is not None
+        piece = "" if text is None else text.push(_visible(request, result.tokens))
+        if done and text is not None:
+            piece += text.finish()
+        return StreamEvent(
+            piece, result.tokens, result.trace, self._output(request) if done else None
+        )
+
+    def _output(self, request: Request) -> RequestOutput:
+        ids = request.output_ids
+        text = "" if self.tokenizer is None else self.tokenizer.decode(_visible(request, ids))
+        assert request.finish_reason is not None
+        return RequestOutput(
+            text,
+            ids,
+            request.finish_reason,
+            request.seed,
+            request.stats,
+            request.prompt_tokens,
+            request.error,
+        )
+
+
+def _visible(request: Request, ids: list[int]) -> list[int]:
+    """Without the stop token that ended the request."""
+    return ids[:-1] if request.finish_reason == "stop" and ids else ids
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several: a text and a list of ids are one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    ids = [item for item in prompts if isinstance(item, int)]
+    if ids and len(ids) == len(prompts):
+        return [ids]
+    if ids:
+        raise OptionError("prompts mix token ids with texts or lists; give one prompt or a list")
+    return [item for item in prompts if not isinstance(item, int)]

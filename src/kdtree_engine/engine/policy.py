@@ -1,0 +1,42 @@
+"""How large a tree a step verifies: a number of nodes, best-first or as one chain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kdtree_engine.config import MAX_ROWS_PER_REQUEST
+from kdtree_engine.errors import OptionError
+from kdtree_engine.tree import build_tree, chain_tree
+from kdtree_engine.types import DraftBlock, DraftTree
+
+
+@dataclass(frozen=True)
+class TreePolicy:
+    """`nodes` besides the root; a chain follows the likeliest token of each depth."""
+
+    nodes: int
+    chain: bool = False
+
+    def tree(self, block: DraftBlock, horizon: int) -> DraftTree:
+        """The tree to verify, no deeper than `horizon`."""
+        horizon = max(0, min(horizon, block.horizon))
+        if self.chain:
+            return chain_tree(block, min(self.nodes, horizon))
+        return build_tree(block.log_probs[:horizon], block.tokens[:horizon], self.nodes)
+
+
+def parse_tree_nodes(value: int | str) -> TreePolicy:
+    """An int 0..63, or "chain:N" with N in 0..63. Raises OptionError."""
+    most = MAX_ROWS_PER_REQUEST - 1
+    text = str(value)
+    number = text.removeprefix("chain:")
+    if (
+        isinstance(value, bool)
+        or not number.isascii()
+        or not number.isdigit()
+        or int(number) > most
+    ):
+        raise OptionError(
+            f"tree_nodes {value!r} must be a number of nodes from 0 to {most}, or chain:N"
+        )
+    return TreePolicy(int(number), chain=text != number)

@@ -1,0 +1,92 @@
+"""Which keys each row of a step sees, in tiles of 64 with absolute borders.
+
+A row at position p sees positions 0..p of its own path, position q always in tile q // 64 at offset
+q % 64, whatever slot of the cache holds it. That placement, not the slot, fixes the order of every
+sum, so a tree row adds up exactly what plain decoding would add up at its position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kdtree_engine.config import PAGE_SIZE
+from kdtree_engine.types import Span, StepInputs
+
+TILE = PAGE_SIZE
+
+
+@dataclass(frozen=True, eq=False)
+class SpanPlan:
+    """Keys of one request's rows.
+
+    shared [T0 * 64] int64: slots of the tiles that all rows read; shared_mask [n, T0 * 64] bool,
+    True where a row sees the key, or None when every row sees all of them. tail [n, T1 * 64] int64:
+    slots of the tiles that each row has to itself (a tree's last shared tile and its ancestors),
+    tail_mask likewise; None for a causal run. Unused places point at the null slot, whose latent is
+    zero.
+    """
+
+    first: int
+    count: int
+    shared: Tensor
+    shared_mask: Tensor | None
+    tail: Tensor | None = None
+    tail_mask: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The spans' plans, in the step's order; rows after the last span are padding."""
+
+    spans: tuple[SpanPlan, ...]
+    rows: int
+
+
+def plan_attention(inputs: StepInputs, null_slot: int) -> AttentionPlan:
+    """Plan one step. `null_slot` is a cache slot that always holds zeros."""
+    spans = tuple(_plan_span(span, inputs.slots, null_slot) for span in inputs.spans)
+    return AttentionPlan(spans, int(inputs.tokens.shape[0]))
+
+
+def _plan_span(span: Span, slots: Tensor, null_slot: int) -> SpanPlan:
+    own = slots[span.first : span.first + span.count]
+    if span.ancestors is None or span.count == 1:
+        return _causal(span, own, null_slot)
+    return _tree(span, own, null_slot)
+
+
+def _context_slots(pages: Tensor, count: int) -> Tensor:
+    offsets = torch.arange(PAGE_SIZE, device=pages.device)
+    return (pages[: -(-count // PAGE_SIZE), None] * PAGE_SIZE + offsets).flatten()[:count]
+
+
+def _causal(span: Span, own: Tensor, null_slot: int) -> SpanPlan:
+    """Row i sees the context and rows 0..i."""
+    total = span.context + span.count
+    keys = own.new_full((-(-total // TILE) * TILE,), null_slot)
+    keys[: span.context] = _context_slots(span.pages, span.context)
+    keys[span.context : total] = own
+    places = torch.arange(keys.shape[0], device=own.device)
+    last = torch.arange(span.context, total, device=own.device)
+    return SpanPlan(span.first, span.count, keys, places[None, :] <= last[:, None])
+
+
+def _tree(span: Span, own: Tensor, null_slot: int) -> SpanPlan:
+    """Full context tiles are shared; the open tile and the ancestors are gathered for each row."""
+    assert span.ancestors is not None
+    closed = span.context // TILE * TILE
+    context = _context_slots(span.pages, span.context)
+    rows = torch.arange(span.count, device=own.device)
+    seen = (span.ancestors[:, None] >> rows) & 1  # [n, n], ancestors rise with depth
+    lengths = span.context - closed + seen.sum(1)  # [n] keys in each row's tail
+    width = -(-int(lengths.max()) // TILE) * TILE
+    tail = own.new_full((span.count, width), null_slot)
+    tail[:, : span.context - closed] = context[closed:]
+    row, ancestor = seen.nonzero(as_tuple=True)
+    place = span.context - closed + (torch.cumsum(seen, 1) - 1)[row, ancestor]
+    tail[row, place] = own[ancestor]
+    mask = torch.arange(width, device=own.device)[None, :] < lengths[:, None]
+    return SpanPlan(span.first, span.count, context[:closed], None, tail, mask)

@@ -1,0 +1,17 @@
+"""y = x / sqrt(mean(x^2) + eps) * weight, the variance in float32, cast before the weight."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise the last dimension of x [..., D]; weight [D]; result in x's dtype.
+
+    1 / sqrt rather than rsqrt: division and square root are correctly rounded everywhere, so an
+    element's bits do not depend on whether it fell into a vector or into its tail.
+    """
+    wide = x.float()
+    scale = 1.0 / torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight

@@ -1,0 +1,50 @@
+"""Expert choice of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """Experts a token goes to, group limits (1 group: none), and how weights are scaled."""
+
+    top_k: int
+    groups: int
+    top_groups: int
+    normalise: bool
+    scale: float
+
+
+def route(logits: Tensor, bias: Tensor, settings: RouterSettings) -> tuple[Tensor, Tensor]:
+    """Experts and weights [R, top_k] from router logits [R, E] and the choice bias [E], both
+    float32.
+
+    Weights come from the scores without the bias; they are renormalised (if asked) and scaled once.
+    Returned in the router's order of choice, which is the order in which outputs are added.
+    """
+    scores = 1.0 / (1.0 + torch.exp(-logits))
+    choice = scores + bias
+    if settings.groups > 1:
+        choice = _keep_top_groups(choice, settings)
+    experts = choice.topk(settings.top_k, dim=-1).indices
+    weights = scores.gather(1, experts)
+    if settings.normalise:
+        total = weights[:, 0]
+        for column in range(1, settings.top_k):  # one order of addition for every row count
+            total = total + weights[:, column]
+        weights = weights / (total + 1e-20).unsqueeze(1)
+    return experts, weights * settings.scale
+
+
+def _keep_top_groups(choice: Tensor, settings: RouterSettings) -> Tensor:
+    """-inf outside the best groups; a group's score is the sum of its two best experts."""
+    grouped = choice.view(choice.shape[0], settings.groups, -1)
+    best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values
+    group_scores = best[..., 0] + best[..., 1] if best.shape[-1] > 1 else best[..., 0]
+    kept = group_scores.topk(settings.top_groups, dim=-1).indices
+    mask = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, kept, True)
+    return grouped.masked_fill(~mask.unsqueeze(-1), float("-inf")).flatten(1)

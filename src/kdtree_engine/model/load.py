@@ -1,0 +1,132 @@
+"""Build the target network from an open checkpoint, one tensor at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kdtree_engine.checkpoints import ModelCheckpoint
+from kdtree_engine.config import ModelConfig
+from kdtree_engine.kernels.experts import ExpertWeights
+from kdtree_engine.kernels.linear import ColumnBlocks, pack_columns
+from kdtree_engine.kernels.rope import rope_table
+from kdtree_engine.kernels.router import RouterSettings
+from kdtree_engine.log import progress
+from kdtree_engine.model.kimi import DecoderLayer, Kimi
+from kdtree_engine.model.layers import GatedMLP, Norm
+from kdtree_engine.model.mla import LatentAttention
+from kdtree_engine.model.moe import MixtureOfExperts
+
+
+def load_target(checkpoint: ModelCheckpoint, dtype: torch.dtype, device: torch.device) -> Kimi:
+    """The network with its weights in `dtype` on `device`.
+
+    Quantised experts become bf16(q * scale), the checkpoint's reference value, before `dtype`. The
+    router stays float32. Memory: the network itself and one tensor in flight.
+    """
+    return _Builder(checkpoint, dtype, device).build()
+
+
+class _Builder:
+    def __init__(
+        self, checkpoint: ModelCheckpoint, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.config: ModelConfig = checkpoint.config
+        self.dtype = dtype
+        self.device = device
+
+    def build(self) -> Kimi:
+        config = self.config
+        layers = []
+        with progress("loading layers", config.num_layers) as meter:
+            for index in range(config.num_layers):
+                layers.append(self.layer(index))
+                meter.advance()
+        head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+        return Kimi(
+            config,
+            self.tensor("model.embed_tokens.weight"),
+            tuple(layers),
+            self.norm("model.norm.weight"),
+            self.columns(head),
+            rope_table(config.rope, config.rope_dim, config.max_positions, self.device),
+        )
+
+    def layer(self, index: int) -> DecoderLayer:
+        prefix = f"model.layers.{index}."
+        moe = self.config.is_moe_layer(index)
+        return DecoderLayer(
+            self.norm(prefix + "input_layernorm.weight"),
+            self.attention(prefix + "self_attn."),
+            self.norm(prefix + "post_attention_layernorm.weight"),
+            self.experts(index, prefix + "mlp.") if moe else self.mlp(prefix + "mlp."),
+        )
+
+    def attention(self, prefix: str) -> LatentAttention:
+        config = self.config
+        low_rank = config.q_lora_rank is not None
+        first = self.raw(prefix + ("q_a_proj.weight" if low_rank else "q_proj.weight"))
+        latent = self.raw(prefix + "kv_a_proj_with_mqa.weight")
+        up = self.tensor(prefix + "kv_b_proj.weight").view(
+            config.num_heads, config.nope_dim + config.v_dim, config.kv_lora_rank
+        )
+        key_up, value_up = torch.split(up, [config.nope_dim, config.v_dim], 1)
+        return LatentAttention(
+            pack_columns(torch.cat((first, latent)), self.dtype, self.device),
+            self.norm(prefix + "q_a_layernorm.weight") if low_rank else None,
+            self.columns(prefix + "q_b_proj.weight") if low_rank else None,
+            self.norm(prefix + "kv_a_layernorm.weight"),
+            key_up.contiguous(),
+            value_up.transpose(1, 2).contiguous(),
+            self.columns(prefix + "o_proj.weight"),
+            config.nope_dim,
+            config.rope_dim,
+            config.softmax_scale,
+        )
+
+    def mlp(self, prefix: str) -> GatedMLP:
+        gate_up = torch.cat([self.raw(f"{prefix}{name}_proj.weight") for name in ("gate", "up")])
+        return GatedMLP(
+            pack_columns(gate_up, self.dtype, self.device),
+            self.columns(prefix + "down_proj.weight"),
+        )
+
+    def experts(self, layer: int, prefix: str) -> MixtureOfExperts:
+        config = self.config
+        settings = RouterSettings(
+            config.experts_per_token,
+            config.num_groups,
+            config.top_groups,
+            config.norm_topk_prob,
+            config.routed_scaling_factor,
+        )
+        hidden, inner = config.hidden_size, config.moe_intermediate_size
+        gate_up = torch.empty(
+            config.num_experts, hidden, 2 * inner, dtype=self.dtype, device=self.device
+        )
+        down = torch.empty(config.num_experts, inner, hidden, dtype=self.dtype, device=self.device)
+        source = self.checkpoint.experts(layer)
+        for expert in range(config.num_experts):
+            gate_up[expert] = source.gate_up(expert).T
+            down[expert] = source.down(expert).T
+        gate = self.raw(prefix + "gate.weight")
+        return MixtureOfExperts(
+            pack_columns(gate, torch.float32, self.device),
+            self.raw(prefix + "gate.e_score_correction_bias").to(self.device, torch.float32),
+            settings,
+            ExpertWeights(gate_up, down),
+            self.mlp(prefix + "shared_experts.") if config.num_shared_experts else None,
+        )
+
+    def raw(self, name: str) -> Tensor:
+        return self.checkpoint.tensor(name)
+
+    def tensor(self, name: str) -> Tensor:
+        return self.raw(name).to(self.device, self.dtype)
+
+    def columns(self, name: str) -> ColumnBlocks:
+        return pack_columns(self.raw(name), self.dtype, self.device)
+
+    def norm(self, name: str) -> Norm:
+        return Norm(self.tensor(name), self.config.rms_norm_eps)
