@@ -5,6 +5,7 @@ Float32 and eager attention. Import inside tests that may skip: both libraries a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ def load_transformers(folder: Path, family: str) -> Any:
     """The float32 transformers model of a "k2.6" or "deepseek-v3" folder; skips if absent.
 
     Loaded in bf16, as published, then widened, so that INT4 means bf16(q x scale). transformers
-    fixes the eps of the q_a and kv_a norms at 1e-6; here they get the config's, as in other engines.
+    fixes the eps of the q_a and kv_a norms at 1e-6; here they get the config's, as elsewhere.
     """
     transformers = pytest.importorskip("transformers", reason="the oracle needs transformers")
     transformers.logging.set_verbosity_error()  # it lists what it skips, too
@@ -34,7 +35,10 @@ def load_transformers(folder: Path, family: str) -> Any:
     else:
         assert family == "deepseek-v3", family
         loader = transformers.DeepseekV3ForCausalLM
-    model = loader.from_pretrained(str(folder), **options).float().eval()
+    with warnings.catch_warnings():
+        # It warns that `dequantize` is taken from here and the rest from the folder: as meant.
+        warnings.filterwarnings("ignore", message="You passed `quantization_config`")
+        model = loader.from_pretrained(str(folder), **options).float().eval()
     config = model.config.get_text_config()
     for name, module in model.named_modules():
         if name.endswith(("q_a_layernorm", "kv_a_layernorm")):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kdtree_engine.checkpoints.model_config import CONFIG_FILE
+from kdtree_engine.checkpoints.model_config import CONFIG_FILE, MAX_LAYERS
 from kdtree_engine.checkpoints.reader import read_json
 from kdtree_engine.checkpoints.rope_config import read_rope
 from kdtree_engine.checkpoints.section import Section
@@ -44,7 +44,7 @@ def parse_drafter_config(data: dict[str, Any], where: str) -> DrafterConfig:
     top.must_be("architectures", ["DFlashDraftModel"])
     inner = top.section("dflash_config")
     _refuse_variants(top, inner)
-    layers = top.size("num_hidden_layers")
+    layers = top.size("num_hidden_layers", most=MAX_LAYERS)
     layer_types = top.texts("layer_types") or ("full_attention",) * layers
     _check_layer_types(top, layer_types, layers)
     sliding = top.size("sliding_window") if "sliding_attention" in layer_types else None

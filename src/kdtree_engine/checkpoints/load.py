@@ -61,6 +61,17 @@ def open_drafter(folder: str | PathLike[str]) -> DrafterCheckpoint:
     return DrafterCheckpoint(path, config, SafetensorsFolder(path))
 
 
+def canonical_names(folder: Path, files: SafetensorsFolder, prefix: str) -> dict[str, str]:
+    """Name without `prefix` -> stored name. CheckpointError if two tensors have the same name."""
+    names: dict[str, str] = {}
+    for stored in files.tensors:
+        name = stored.removeprefix(prefix)
+        if name in names:
+            raise CheckpointError(f"{folder}: holds both {names[name]} and {stored}")
+        names[name] = stored
+    return names
+
+
 class ModelCheckpoint:
     """A checked target folder. Tensors are read anew at each call, into memory of their own (CPU).
 
@@ -74,7 +85,7 @@ class ModelCheckpoint:
         self.folder = folder
         self.config = replace(config, tensor_prefix=prefix)
         self._files = files
-        self._stored_names = {name.removeprefix(prefix): name for name in files.tensors}
+        self._stored_names = canonical_names(folder, files, prefix)
         self.notes = self._check()
 
     def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
@@ -220,7 +231,7 @@ class DrafterCheckpoint:
         self.folder = folder
         self.config = config
         self._files = files
-        self._stored_names = {name.removeprefix("model."): name for name in files.tensors}
+        self._stored_names = canonical_names(folder, files, "model.")
         stored = {name: files.tensors[full] for name, full in self._stored_names.items()}
         if config.num_layers > len(stored):
             raise CheckpointError(

@@ -21,6 +21,9 @@ from kdtree_engine.kernels.int4 import GROUP
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 
+MAX_LAYERS = 4096
+"""More than any model has: an absurd number must not make us list its tensors."""
+
 
 def read_model_config(folder: Path) -> ModelConfig:
     """The ModelConfig of a model folder. ConfigError names the file and the key at fault."""
@@ -87,7 +90,7 @@ def _read_text(
         family=family,
         vocab_size=text.size("vocab_size"),
         hidden_size=text.size("hidden_size"),
-        num_layers=text.size("num_hidden_layers"),
+        num_layers=text.size("num_hidden_layers", most=MAX_LAYERS),
         num_heads=text.size("num_attention_heads"),
         q_lora_rank=text.size("q_lora_rank") if "q_lora_rank" in text else None,
         kv_lora_rank=text.size("kv_lora_rank"),
@@ -111,7 +114,9 @@ def _read_text(
         tie_word_embeddings=text.flag("tie_word_embeddings", False),
         quantization=read_quantization(find_quantization(top, text)),
         tensor_prefix="language_model." if text is not top else "",
-        num_mtp_layers=text.size(mtp if mtp in text else "num_mtp_layers", 0, least=0),
+        num_mtp_layers=text.size(
+            mtp if mtp in text else "num_mtp_layers", 0, least=0, most=MAX_LAYERS
+        ),
         bos_token_id=outer("bos_token_id").one_id("bos_token_id"),
         pad_token_id=outer("pad_token_id").one_id("pad_token_id"),
         eos_token_ids=tuple(dict.fromkeys(stops)),
@@ -140,12 +145,17 @@ def _check(top: Section, config: ModelConfig) -> None:
     if config.rope_dim % 2:
         refuse(f"qk_rope_head_dim {config.rope_dim} is odd")
     if config.num_experts % config.num_groups:
-        refuse(f"{config.num_experts} experts do not divide into {config.num_groups} groups")
+        refuse(
+            f"{config.num_experts} experts do not divide into n_group {config.num_groups} groups"
+        )
     if config.top_groups > config.num_groups:
         refuse(f"topk_group {config.top_groups} exceeds n_group {config.num_groups}")
     in_group = config.num_experts // config.num_groups
     if config.num_groups > 1 and in_group < 2:
-        refuse("a group needs at least 2 experts, since its score is the sum of its best two")
+        refuse(
+            f"n_group {config.num_groups} leaves {in_group} expert a group, at least 2 are needed,"
+            " since a group's score is the sum of its best two"
+        )
     if config.experts_per_token > in_group * config.top_groups:
         refuse(
             f"num_experts_per_tok {config.experts_per_token} exceeds the "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from kdtree_engine.errors import ConfigError
@@ -34,18 +33,24 @@ class Section:
             raise self.error(key, f"is {value!r:.60}, expected an object")
         return Section(value, self.where, f"{self.prefix}{key}.")
 
-    def size(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number of at least `least`."""
+    def size(
+        self, key: str, default: int | None = None, least: int = 1, most: int = 2**31 - 1
+    ) -> int:
+        """A whole number from `least` to `most`."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.error(key, f"is {value!r:.60}, expected a whole number of at least {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            wanted = f"a whole number of at least {least}"
+            if isinstance(value, int) and value > most:
+                wanted = f"at most {most}"
+            raise self.error(key, f"is {value!r:.60}, expected {wanted}")
         return value
 
     def number(self, key: str, default: float | None = None, positive: bool = True) -> float:
         """A finite number, greater than zero unless `positive` is False."""
         value = self._get(key, default)
         good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or not math.isfinite(value) or (positive and value <= 0):
+        # The bound comes first: a whole number of hundreds of digits is no float at all.
+        if not good or not abs(value) < 1e300 or (positive and value <= 0):
             kind = "positive number" if positive else "finite number"
             raise self.error(key, f"is {value!r:.60}, expected a {kind}")
         return float(value)
@@ -88,7 +93,7 @@ class Section:
         """Refuse a value that the engine does not implement; an absent key is fine."""
         value = self.data.get(key)
         if value is not None and value not in allowed:
-            known = ", ".join(repr(one) for one in allowed)
+            known = ", ".join(repr(one) for one in allowed) or "no value"
             raise self.error(key, f"is {value!r:.60}; supported: {known}")
 
     def _get(self, key: str, default: Any = None) -> Any:

@@ -1,0 +1,373 @@
+"""Wrong model folders: each gives one clear line, of the right kind, that names what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kdtree_engine.checkpoints import open_drafter, open_model
+from kdtree_engine.checkpoints.templates import Dims
+from kdtree_engine.checkpoints.write import make_checkpoint, write_model
+from kdtree_engine.errors import (
+    CheckpointError,
+    ConfigError,
+    DrafterError,
+    KDTreeError,
+    OptionError,
+)
+
+GATE = "language_model.model.layers.1.mlp.experts.3.gate_proj"
+NORM = "language_model.model.norm.weight"
+BIAS = "language_model.model.layers.1.mlp.gate.e_score_correction_bias"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A good K2.6 folder with a drafter; one weight file."""
+    make_checkpoint(tmp_path / "model", "k2.6", drafter=True)
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """A good K2.6 folder of several shards."""
+    make_checkpoint(tmp_path / "sharded", "k2.6", max_file_bytes=100_000)
+    return tmp_path / "sharded"
+
+
+def fails(
+    kind: type[KDTreeError], folder: Path, *parts: str, opener: Callable[[Path], Any] = open_model
+) -> None:
+    """Opening `folder` raises exactly `kind`, with one line that has all `parts` in it."""
+    with pytest.raises(KDTreeError) as caught:
+        opener(folder)
+    message = str(caught.value)
+    assert type(caught.value) is kind, message
+    assert "\n" not in message
+    assert len(message) < 1000
+    for part in (*parts, str(folder.parent)):
+        assert part in message, message
+
+
+def edit_json(path: Path, *keys: str, value: Any = None) -> None:
+    """Set the value under nested `keys`; None removes it."""
+    data = json.loads(path.read_text())
+    inner = data
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner.pop(keys[-1], None)
+    if value is not None:
+        inner[keys[-1]] = value
+    path.write_text(json.dumps(data))
+
+
+def edit_tensors(folder: Path, change: dict[str, Tensor | None]) -> None:
+    """Set tensors of a folder with one weight file; None removes one."""
+    path = str(folder / "model.safetensors")
+    tensors: dict[str, Tensor | None] = {**load_file(path), **change}
+    save_file({name: value for name, value in tensors.items() if value is not None}, path)
+
+
+def test_missing_things(folder: Path, sharded: Path, tmp_path: Path) -> None:
+    fails(CheckpointError, tmp_path / "nowhere", "no such folder")
+    fails(CheckpointError, folder / "config.json", "is a file, expected a model folder")
+    (folder / "config.json").rename(tmp_path / "config.json")
+    fails(ConfigError, folder, "config.json: no such file")
+    (sharded / "model-00002-of-000006.safetensors").unlink()
+    fails(CheckpointError, sharded, "1 of 6 shards are missing: model-00002-of-000006.safetensors")
+    (sharded / INDEX).unlink()
+    fails(CheckpointError, sharded, f"but no {INDEX}")
+
+
+def test_folders_without_safetensors(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    fails(CheckpointError, folder, "holds no weights")
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    fails(CheckpointError, folder, "pytorch_model.bin; only safetensors")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"{", "is not valid JSON"),
+        (b"", "is not valid JSON"),
+        (b"[1]", "holds a list, expected a JSON object"),
+        (b"\xff\xfe", "cannot be read"),
+        (b"[" * 100_000, "is not valid JSON"),
+    ],
+)
+def test_broken_json(folder: Path, text: bytes, reason: str) -> None:
+    for name in ("generation_config.json", "config.json"):
+        (folder / name).write_bytes(text)
+        fails(ConfigError, folder, name, reason)
+
+
+TEXT = "text_config"
+QUANT = (TEXT, "quantization_config")
+ROPE = (TEXT, "rope_scaling")
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "first_k_dense_replace",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "rms_norm_eps",
+    "rope_theta",
+    "max_position_embeddings",
+)
+
+
+@pytest.mark.parametrize("key", REQUIRED)
+def test_config_without_a_key(folder: Path, key: str) -> None:
+    edit_json(folder / "config.json", TEXT, key)
+    fails(ConfigError, folder, "config.json", key, "is missing")
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "reason"),
+    [
+        (("model_type",), "llama", "'llama'; supported: deepseek_v3, kimi_k25"),
+        (("model_type",), None, '"model_type" is missing'),
+        (("architectures",), ["LlamaForCausalLM"], "supported"),
+        ((TEXT,), None, '"text_config" is missing'),
+        ((TEXT,), 3, "expected an object"),
+        ((TEXT, "model_type"), "qwen3", "'qwen3'; supported: 'kimi_k2'"),
+        ((TEXT, "hidden_size"), "64", "expected a whole number"),
+        ((TEXT, "hidden_size"), True, "expected a whole number"),
+        ((TEXT, "hidden_size"), 0, "at least 1"),
+        ((TEXT, "hidden_size"), 72, "multiple of 32"),
+        ((TEXT, "rms_norm_eps"), float("nan"), "positive number"),
+        ((TEXT, "norm_topk_prob"), 1, "true or false"),
+        ((TEXT, "scoring_func"), "softmax", "'softmax'; supported: 'sigmoid'"),
+        ((TEXT, "num_key_value_heads"), 2, "supported: 4"),
+        ((TEXT, "n_group"), 3, "8 experts do not divide into n_group 3"),
+        ((TEXT, "topk_group"), 2, "exceeds n_group"),
+        ((TEXT, "n_group"), 8, "at least 2 are needed"),
+        ((TEXT, "num_experts_per_tok"), 9, "num_experts_per_tok 9"),
+        ((TEXT, "qk_rope_head_dim"), 7, "is odd"),
+        ((TEXT, "num_hidden_layers"), 10**9, "expected at most"),
+        ((TEXT, "num_hidden_layers"), 4096, "promises 4096 layers"),
+        ((TEXT, "n_routed_experts"), 10**8, "promises 100000000 experts"),
+        ((TEXT, "rms_norm_eps"), 10**1000, "positive number"),
+        ((*ROPE, "type"), "linear", "'linear'; supported: default, yarn"),
+        ((*ROPE, "type"), None, '"text_config.rope_scaling.type" is missing'),
+        ((*ROPE, "factor"), None, "factor"),
+        ((*ROPE, "original_max_position_embeddings"), None, "is missing"),
+        ((*QUANT, "quant_method"), "fp8", "'fp8'; supported: no quantization, compressed-tensors"),
+        ((*QUANT, "quant_method"), None, "quant_method"),
+        ((*QUANT, "format"), "nvfp4-pack-quantized", "supported: 'pack-quantized'"),
+        ((*QUANT, "config_groups", "group_0", "weights", "num_bits"), 8, "supported: 4"),
+        ((*QUANT, "config_groups", "group_0", "weights", "group_size"), 128, "supported: 32"),
+        ((*QUANT, "config_groups", "group_0", "weights", "actorder"), "group", "actorder"),
+        ((*QUANT, "config_groups", "group_0", "input_activations"), {}, "activations"),
+        ((*QUANT, "kv_cache_scheme"), {"num_bits": 8}, "cache"),
+        (("eos_token_id",), "end", "eos_token_id"),
+    ],
+)
+def test_config_with_a_wrong_value(
+    folder: Path, keys: tuple[str, ...], value: Any, reason: str
+) -> None:
+    edit_json(folder / "config.json", *keys, value=value)
+    kind = CheckpointError if "promises" in reason else ConfigError
+    fails(kind, folder, keys[-1] if kind is ConfigError and len(keys) > 1 else "", reason)
+
+
+@pytest.mark.parametrize("cut", [1, 5_000, 80_000, 10**9])
+def test_truncated_files(folder: Path, sharded: Path, cut: int) -> None:
+    for path in (folder / "model.safetensors", sharded / "model-00003-of-000006.safetensors"):
+        data = path.read_bytes()
+        path.write_bytes(data[: max(len(data) - cut, 0)])
+        fails(CheckpointError, path.parent, path.name, "truncated or not a safetensors file")
+
+
+@pytest.mark.parametrize("change", ["lost", "no_map", "number", "escape", "absolute", "broken"])
+def test_bad_index(sharded: Path, change: str) -> None:
+    index = json.loads((sharded / INDEX).read_text())
+    weight_map, reason = index["weight_map"], "weight_map"
+    if change == "lost":
+        weight_map[NORM] = "model-00006-of-000006.safetensors"
+        reason = f"names tensors that their shards do not hold: {NORM} (model-00006"
+    elif change == "no_map":
+        del index["weight_map"]
+    elif change == "number":
+        weight_map[NORM] = 4
+    elif change == "escape":
+        weight_map[NORM] = "../model/model.safetensors"
+        reason = "is not a plain file name"
+    elif change == "absolute":
+        weight_map[NORM] = "/etc/passwd"
+        reason = "'/etc/passwd' is not a plain file name"
+    text = json.dumps(index)
+    if change == "broken":
+        text, reason = text[:-10], "is not valid JSON"
+    (sharded / INDEX).write_text(text)
+    fails(CheckpointError, sharded, reason)
+
+
+def test_links_out_of_the_folder(folder: Path, sharded: Path, tmp_path: Path) -> None:
+    for path in (folder / "model.safetensors", sharded / "model-00001-of-000006.safetensors"):
+        path.rename(tmp_path / path.name)
+        path.symlink_to(tmp_path / path.name)
+        fails(CheckpointError, path.parent, "is a link that leaves the folder", path.name)
+    (folder / "config.json").rename(tmp_path / "config.json")
+    (folder / "config.json").symlink_to("../config.json")
+    fails(CheckpointError, folder, "is a link that leaves the folder", "config.json")
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("config.json")
+    with pytest.raises(KDTreeError):
+        open_model(folder)
+
+
+def test_a_link_inside_the_folder_is_fine(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "weights")
+    (folder / "model.safetensors").symlink_to("weights")
+    assert open_model(folder).config.num_layers == 4
+
+
+def test_all_differences_in_one_line(folder: Path) -> None:
+    wrong: dict[str, Tensor | None] = {
+        NORM: torch.ones(63, dtype=torch.bfloat16),
+        BIAS: torch.zeros(8, dtype=torch.bfloat16),
+        "language_model.model.layers.9.input_layernorm.weight": torch.ones(64),
+    }
+    for layer in range(4):
+        wrong[f"language_model.model.layers.{layer}.self_attn.o_proj.weight"] = None
+    edit_tensors(folder, wrong)
+    fails(
+        CheckpointError,
+        folder,
+        "4 missing (model.layers.0.self_attn.o_proj.weight, ",
+        "and 1 more)",
+        "1 extra (model.layers.9.input_layernorm.weight)",
+        "1 misshapen (model.norm.weight is [63], expected [64])",
+        "1 wrongly typed (model.layers.1.mlp.gate.e_score_correction_bias is BF16, expected F32)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "reason"),
+    [
+        ("weight", torch.zeros(32, 64), "is stored twice, as weight and as weight_packed"),
+        ("weight_packed", None, "has neither weight nor weight_packed"),
+        ("weight_scale", None, "1 missing"),
+        ("weight_shape", None, "1 missing"),
+        ("weight_packed", torch.zeros(32, 4, dtype=torch.int32), "is [32, 4], expected [32, 8]"),
+        ("weight_packed", torch.zeros(32, 8, dtype=torch.int64), "is I64, expected I32"),
+        ("weight_scale", torch.zeros(32, 2), "is F32, expected BF16"),
+        ("weight_zero_point", torch.zeros(4, 2), "1 extra"),
+    ],
+)
+def test_bad_experts(folder: Path, part: str, value: Tensor | None, reason: str) -> None:
+    edit_tensors(folder, {f"{GATE}.{part}": value})
+    fails(CheckpointError, folder, reason, GATE.removeprefix("language_model."))
+
+
+def test_one_tensor_under_two_names(folder: Path) -> None:
+    edit_tensors(folder, {"model.norm.weight": torch.ones(64)})
+    fails(CheckpointError, folder, "holds both", NORM)
+
+
+def test_int4_where_it_is_not_expected(folder: Path) -> None:
+    module = "language_model.model.layers.1.mlp.shared_experts.gate_proj.weight"
+    words = torch.zeros(32, 8, dtype=torch.int32)
+    edit_tensors(folder, {module: None, f"{module}_packed": words})
+    fails(CheckpointError, folder, "only routed experts may be INT4")
+    edit_json(folder / "config.json", *QUANT)
+    fails(CheckpointError, folder, "gate_proj is INT4, but config.json declares no quantization")
+
+
+def test_fp8_weights_are_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "deepseek-v3")
+    edit_tensors(tmp_path, {"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1, 1)})
+    fails(CheckpointError, tmp_path, "FP8 weights are not supported")
+
+
+def test_weight_shape_is_checked_when_read(folder: Path) -> None:
+    edit_tensors(folder, {f"{GATE}.weight_shape": torch.tensor([32, 96])})
+    experts = open_model(folder).experts(1)
+    with pytest.raises(CheckpointError, match=r"weight_shape says \[32, 96\], expected \[32, 64\]"):
+        experts.gate_up(3)
+
+
+def test_asking_for_what_is_not_there(folder: Path, tmp_path: Path) -> None:
+    ckpt = open_model(folder)
+    with pytest.raises(CheckpointError, match=r"holds no tensor model\.layers\.7\.x"):
+        ckpt.tensor("model.layers.7.x")
+    make_checkpoint(tmp_path / "dense", "deepseek-v3")
+    with pytest.raises(CheckpointError, match="down_proj is not stored as INT4"):
+        open_model(tmp_path / "dense").experts(2).packed(0, "down_proj")
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "kind", "reason"),
+    [
+        (("speculators_model_type",), "dflash", ConfigError, "speculators layout, which is not"),
+        (("architectures",), ["LlamaForCausalLMEagle3"], ConfigError, "['DFlashDraftModel']"),
+        (("architectures",), None, ConfigError, "is missing"),
+        (("dflash_config",), None, ConfigError, "is missing"),
+        (("dflash_config", "mask_token_id"), None, ConfigError, "mask_token_id"),
+        (("dflash_config", "mask_token_id"), 160, DrafterError, "mask_token_id 160 is outside"),
+        (("dflash_config", "target_layer_ids"), [0, 4], DrafterError, "[4] are outside"),
+        (("dflash_config", "target_layer_ids"), None, DrafterError, "target_layer_ids []"),
+        (("dflash_config", "block_size"), 4, ConfigError, "is 8, but dflash_config says 4"),
+        (("dflash_config", "selector_rank"), 4, ConfigError, "DFlash 2"),
+        (("dflash_config", "final_logit_softcapping"), 30.0, ConfigError, "final_logit"),
+        (("block_size",), None, ConfigError, '"block_size" is missing'),
+        (("block_size",), 1, DrafterError, "block_size 1"),
+        (("num_target_layers",), None, ConfigError, "is missing"),
+        (("head_dim",), 15, ConfigError, "even"),
+        (("num_key_value_heads",), 3, ConfigError, "not a multiple"),
+        (("layer_types",), ["full_attention"], ConfigError, "1 entries for 2 layers"),
+        (("layer_types",), ["linear", "linear"], ConfigError, "'linear'; supported"),
+        (("is_causal",), True, ConfigError, "is_causal"),
+    ],
+)
+def test_bad_drafter_configs(
+    folder: Path, keys: tuple[str, ...], value: Any, kind: type[KDTreeError], reason: str
+) -> None:
+    edit_json(folder / "drafter/config.json", *keys, value=value)
+    fails(kind, folder / "drafter", "config.json", reason, opener=open_drafter)
+
+
+def test_bad_drafter_tensors(folder: Path) -> None:
+    drafter = folder / "drafter"
+    edit_tensors(drafter, {"lm_head.weight": torch.zeros(160, 64)})
+    fails(CheckpointError, drafter, "1 extra (lm_head.weight)", "speculators", opener=open_drafter)
+    edit_tensors(drafter, {"lm_head.weight": None, "fc.weight": torch.zeros(64, 64)})
+    fails(CheckpointError, drafter, "is [64, 64], expected [64, 192]", opener=open_drafter)
+    (drafter / "model.safetensors").write_bytes(b"")
+    fails(CheckpointError, drafter, "truncated", opener=open_drafter)
+
+
+def test_writing_refuses(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds a model already"):
+        make_checkpoint(folder, "k2.6")
+    with pytest.raises(OptionError, match=r"there are: k2\.6, deepseek-v3"):
+        make_checkpoint(tmp_path / "x", "gpt")
+    with pytest.raises(ConfigError, match="multiple of 32"):
+        make_checkpoint(tmp_path / "x", "k2.6", dims=Dims(hidden_size=40))
+    assert not (tmp_path / "x").exists()
+    with pytest.raises(CheckpointError, match="over 1000 bytes a file"):
+        write_model(tmp_path / "x", {}, {"a": torch.zeros(1000)}, max_file_bytes=1000)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        write_model(tmp_path / "file/inside", {}, {"a": torch.zeros(1)})
