@@ -353,6 +353,15 @@ def test_a_bad_variable_is_one_line(
     assert capsys.readouterr().err.startswith("kdtree: KDTREE_LOG is 'loud'")
 
 
+def test_threads_follow_the_variable(engine: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    assert cli.run(["generate", "--prompt", "x"]) == 0
+    monkeypatch.setenv("KDTREE_THREADS", "2")
+    assert cli.run(["generate", "--prompt", "x"]) == 0
+    assert asked == [2]
+
+
 def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
     script = (
         "import sys, kdtree_engine.cli as cli\n"

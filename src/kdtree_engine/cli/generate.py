@@ -14,6 +14,7 @@ from cyclopts import Group, Parameter
 
 from ..errors import KDTreeError, OptionError
 from ..log import progress
+from .threads import set_threads
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
@@ -108,6 +109,7 @@ def open_engine(model: str | None, options: GenerateOptions, tree_nodes: int | s
     """Load the model. Imports torch."""
     from ..engine.llm import LLM
 
+    set_threads()
     return LLM(
         model=model,
         drafter=options.drafter,
