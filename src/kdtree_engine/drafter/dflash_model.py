@@ -66,6 +66,15 @@ class DFlashModel:
     norm: Norm
     rope: RopeTable
 
+    def parameters(self) -> list[Tensor]:
+        """Every weight, for training."""
+        found = [self.fc.blocks, self.hidden_norm.weight, self.norm.weight]
+        for layer in self.layers:
+            found += [layer.input_norm.weight, layer.query_norm.weight, layer.key_norm.weight]
+            found += [layer.mlp_norm.weight, layer.query.blocks, layer.key_value.blocks]
+            found += [layer.output.blocks, layer.mlp.gate_up.blocks, layer.mlp.down.blocks]
+        return found
+
     def context_keys_values(self, taps: Tensor, positions: Tensor) -> list[KeysValues]:
         """Per layer, keys and values [R, kv_heads, hd] of committed rows: taps [R, n * H]."""
         injected = self.hidden_norm(linear(taps, self.fc))

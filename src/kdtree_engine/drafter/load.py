@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kdtree_engine.checkpoints import DrafterCheckpoint
+from kdtree_engine.checkpoints.names import drafter_tensors as expected
 from kdtree_engine.config import DrafterConfig
 from kdtree_engine.drafter.dflash_model import DFlashLayer, DFlashModel
 from kdtree_engine.kernels.linear import pack_columns
@@ -18,25 +19,8 @@ def load_drafter(
 ) -> DFlashModel:
     """The network of a z-lab layout checkpoint, its weights in `dtype` on `device`."""
     config = checkpoint.config
-    tensors = {name: checkpoint.tensor(name) for name in tensor_names(config)}
+    tensors = {name: checkpoint.tensor(name) for name in expected(config)}
     return build_drafter(config, tensors, dtype, device)
-
-
-def tensor_names(config: DrafterConfig) -> list[str]:
-    """Names in a z-lab checkpoint (speculation.md 2.3)."""
-    attention = [f"self_attn.{name}_proj" for name in "qkvo"]
-    inner = [
-        *attention,
-        "self_attn.q_norm",
-        "self_attn.k_norm",
-        "mlp.gate_proj",
-        "mlp.up_proj",
-        "mlp.down_proj",
-        "input_layernorm",
-        "post_attention_layernorm",
-    ]
-    names = [f"layers.{i}.{name}.weight" for i in range(config.num_layers) for name in inner]
-    return [*names, "fc.weight", "hidden_norm.weight", "norm.weight"]
 
 
 def build_drafter(

@@ -1,0 +1,85 @@
+"""Draft blocks at random anchors of a sequence, and their loss (speculation.md section 8)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from kdtree_engine.drafter.dflash_model import BlockPositions, DFlashModel
+from kdtree_engine.kernels.linear import linear
+from kdtree_engine.model import Kimi
+from kdtree_engine.training.teacher import Teacher
+
+
+@dataclass(frozen=True, eq=False)
+class BlockBatch:
+    """N blocks in each of B sequences; slot 0 holds the real token, the others the mask.
+
+    logits: [B, N, L-1, V] the drafter's. labels: [B, N, L-1] the tokens that came. teacher:
+    [B, N, L-1, V] the target's logits for the same places.
+    """
+
+    logits: Tensor
+    labels: Tensor
+    teacher: Tensor
+
+
+def run_blocks(
+    model: DFlashModel, target: Kimi, teacher: Teacher, tokens: Tensor, anchors: Tensor
+) -> BlockBatch:
+    """Draft from `anchors` [B, N] of tokens [B, S] in one pass, every block blind to the others.
+
+    An anchor is the root's position; its block sees the context strictly before it.
+    """
+    config = model.config
+    (batch, length), count, size = tokens.shape, anchors.shape[1], config.block_size
+    device = tokens.device
+    slots = torch.arange(size, device=device)
+    places = anchors.unsqueeze(2) + slots  # [B, N, L]
+    sequence = torch.arange(batch, device=device).view(-1, 1, 1)
+    rows = (sequence * length + places[:, :, :-1]).flatten()  # whose logits predict slots 1..L-1
+    taps, teacher_logits = teacher.run(tokens, rows)
+
+    positions = torch.arange(length, device=device)
+    past = model.context_keys_values(taps.flatten(0, 1), positions.repeat(batch))
+    context = [
+        (torch.unflatten(key, 0, (batch, length)), torch.unflatten(value, 0, (batch, length)))
+        for key, value in past
+    ]
+    block_tokens = torch.full_like(places, config.mask_token_id)
+    block_tokens[:, :, 0] = tokens.gather(1, anchors)
+    where = BlockPositions(
+        positions.expand(batch, -1),
+        places.flatten(1),
+        anchors.repeat_interleave(size, 1),
+        torch.arange(count, device=device).repeat_interleave(size).expand(batch, -1),
+    )
+    hidden = model.hidden(target.embedding[block_tokens.flatten(1)], context, where)
+    masked = hidden.view(batch, count, size, -1)[:, :, 1:].flatten(0, 2)
+    labels = tokens.gather(1, places.flatten(1)).view(batch, count, size)[:, :, 1:]
+    shape = (batch, count, size - 1, -1)
+    return BlockBatch(linear(masked, target.head).view(shape), labels, teacher_logits.view(shape))
+
+
+def block_loss(blocks: BlockBatch, gamma: float, distil: float) -> Tensor:
+    """Cross-entropy with the tokens and with the target's distribution, slot k weighing
+    exp(-(k - 1) / gamma), normalised by the weights' sum.
+    """
+    batch, count, slots, vocab = blocks.logits.shape
+    logits = blocks.logits.reshape(-1, vocab)
+    hard = cross_entropy(logits, blocks.labels.flatten(), reduction="none")
+    soft = cross_entropy(
+        logits, torch.softmax(blocks.teacher.reshape(-1, vocab), -1), reduction="none"
+    )
+    steps = torch.arange(slots, device=logits.device, dtype=torch.float32)
+    weights = torch.exp(-steps / gamma)
+    losses = ((1.0 - distil) * hard + distil * soft).view(batch * count, slots)
+    return (losses * weights).sum() / (weights.sum() * batch * count)
+
+
+def right_guesses(blocks: BlockBatch) -> Tensor:
+    """[B * N, L-1] bool: whether the drafter's first guess is the target's own."""
+    return (blocks.logits.argmax(-1) == blocks.teacher.argmax(-1)).flatten(0, 1)
