@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kdtree_engine.kernels.matmul import row_bmm
+from kdtree_engine.kernels.matmul import ALIGNMENT, row_bmm
 
 BLOCK_WIDTH = 128
 
@@ -29,7 +29,7 @@ def pack_columns(weight: Tensor, dtype: torch.dtype, device: torch.device | str)
     """Column blocks of a checkpoint's `weight` [out, in]. At least two blocks, equally wide."""
     columns = weight.shape[0]
     count = max(2, -(-columns // BLOCK_WIDTH))
-    width = -(-columns // count)
+    width = -(-columns // (count * ALIGNMENT)) * ALIGNMENT
     padded = pad(weight.to(device=device, dtype=dtype), (0, 0, 0, count * width - columns))
     blocks = padded.reshape(count, width, -1).transpose(1, 2).contiguous()
     return ColumnBlocks(blocks, columns)

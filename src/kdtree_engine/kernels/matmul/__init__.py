@@ -8,6 +8,14 @@ to agree bit for bit (see `probe`), which is how the CPU keeps the contract of D
 from __future__ import annotations
 
 from kdtree_engine.kernels.matmul.probe import RowRule, free_of_contract, padded_rows, row_rule
-from kdtree_engine.kernels.matmul.reference import SEGMENT, row_bmm
+from kdtree_engine.kernels.matmul.reference import ALIGNMENT, SEGMENT, row_bmm
 
-__all__ = ["SEGMENT", "RowRule", "free_of_contract", "padded_rows", "row_bmm", "row_rule"]
+__all__ = [
+    "ALIGNMENT",
+    "SEGMENT",
+    "RowRule",
+    "free_of_contract",
+    "padded_rows",
+    "row_bmm",
+    "row_rule",
+]

@@ -10,6 +10,10 @@ from kdtree_engine.kernels.matmul.probe import RowRule, row_rule
 
 SEGMENT = 512
 """float32 products longer than this along K are cut into segments that are added in order."""
+ALIGNMENT = 8
+"""K and N are filled up with zeros to multiples of this: a BLAS may round a row that does not begin
+at a vector's border by its place in the call.
+"""
 
 
 def row_bmm(x: Tensor, w: Tensor) -> Tensor:
@@ -23,6 +27,10 @@ def row_bmm(x: Tensor, w: Tensor) -> Tensor:
     batch, _, depth = x.shape
     if batch == 1:  # a batch of one is handed to another BLAS routine
         return row_bmm(x.expand(2, -1, -1), w.expand(2, -1, -1))[:1]
+    columns = w.shape[2]
+    if depth % ALIGNMENT or columns % ALIGNMENT:
+        deeper, wider = -depth % ALIGNMENT, -columns % ALIGNMENT
+        return row_bmm(pad(x, (0, deeper)), pad(w, (0, wider, 0, deeper)))[..., :columns]
     if depth <= SEGMENT or x.dtype != torch.float32:
         return _segment(x, w)
     total = _segment(x[..., :SEGMENT], w[:, :SEGMENT])
@@ -43,7 +51,9 @@ def _segment(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _blocked(x: Tensor, w: Tensor, rule: RowRule, block: int) -> Tensor:
-    rows = x.shape[1]
-    x = pad(x, (0, 0, 0, rule.rows(rows) - rows))
-    parts = [torch.bmm(part, w) for part in torch.split(x, block, dim=1)]
-    return torch.cat(parts, dim=1)[:, :rows]
+    parts = []
+    for part in torch.split(x, block, dim=1):
+        rows = part.shape[1]
+        filled = pad(part, (0, 0, 0, rule.rows(rows) - rows))
+        parts.append(torch.bmm(filled, w)[:, :rows])
+    return torch.cat(parts, dim=1)
