@@ -189,7 +189,14 @@ def test_the_packaged_model_is_files_only() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["--help"], ["generate", "--help"], ["make-checkpoint", "--help"], ["--version"]],
+    [
+        [],
+        ["--help"],
+        ["generate", "--help"],
+        ["make-checkpoint", "--help"],
+        ["train-drafter", "--help"],
+        ["--version"],
+    ],
     ids=" ".join,
 )
 def test_help_does_not_import_torch(arguments: list[str]) -> None:

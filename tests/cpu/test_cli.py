@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,6 @@ import torch
 from rich.console import Console
 
 from kdtree_engine import cli
-from kdtree_engine.checkpoints import check_drafter, open_drafter, open_model
 from kdtree_engine.cli.generate import Speed
 from kdtree_engine.cli.show_tree import TreePrinter, draw, visible
 from kdtree_engine.errors import CheckpointError, OptionError
@@ -263,7 +263,7 @@ def test_without_a_vocabulary_ids_are_printed(
 
 
 def test_a_prompt_file_keeps_its_bytes(
-    engine: Script, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "prompt"
     path.write_bytes("é\r\n\n".encode())
@@ -310,7 +310,7 @@ def test_misuse_is_one_line_and_code_2(
 
 
 def test_a_prompt_file_that_is_not_text(
-    engine: Script, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+    engine: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "prompt"
     path.write_bytes(b"ab\xff")
@@ -437,42 +437,3 @@ def test_the_deepest_tree_loses_no_node() -> None:
 def test_blanks_are_visible_and_control_characters_are_not_sent() -> None:
     assert visible(" a\n\x1b[2J") == "·a\\n\\x1b[2J"
     assert visible("[bold]") == "[bold]"
-
-
-def test_make_checkpoint_writes_what_the_reader_reads(
-    tmp_path: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "model"
-    arguments = ["make-checkpoint", str(folder), "--family", "k2.6", "--drafter", "--seed", "3"]
-    assert cli.run(arguments) == 0
-    expected = f"kdtree: wrote a random k2.6 checkpoint and its drafter to {folder}\n"
-    assert capsys.readouterr() == ("", expected)
-    target = open_model(folder)
-    check_drafter(open_drafter(folder / "drafter").config, target.config)
-    # A second run would overwrite a model that someone may need.
-    assert cli.run(arguments) == 1
-    assert str(folder) in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--family", "gpt"], "'gpt'"),
-        (["--seed", "-1"], "--seed is -1"),
-        (["--seed", str(2**63)], "--seed"),
-        (["--seed", "x"], "--seed"),
-    ],
-)
-def test_make_checkpoint_refuses(
-    tmp_path: Any, capsys: pytest.CaptureFixture[str], options: list[str], named: str
-) -> None:
-    assert cli.run(["make-checkpoint", str(tmp_path / "model"), *options]) == 2
-    _, err = capsys.readouterr()
-    assert named in err
-    assert err.count("\n") == 1
-    assert not (tmp_path / "model").exists()
-
-
-def test_make_checkpoint_needs_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["make-checkpoint"]) == 2
-    assert capsys.readouterr().err.startswith("kdtree: ")

@@ -15,6 +15,7 @@ from .. import log
 from ..errors import KDTreeError, OptionError
 from .generate import generate
 from .make_checkpoint import make_checkpoint
+from .train_drafter import train_drafter
 
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
@@ -38,6 +39,7 @@ app = App(
 )
 app.command(generate)
 app.command(make_checkpoint)
+app.command(train_drafter)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
