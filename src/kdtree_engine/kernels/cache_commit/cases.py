@@ -18,5 +18,5 @@ CASES = (
     Case("nothing", (), ()),
     Case("root-only", (128,), (5,)),
     Case("page-border", (128, 130, 133), (62, 63, 64)),
-    Case("overlap", (10, 12, 15), (11, 12, 13)),
+    Case("overlap", (10, 11, 15), (11, 12, 13)),
 )
