@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoint_tools import CheckpointMaker
 
 from kdtree_engine.checkpoints.write import make_checkpoint
-
-CheckpointMaker = Callable[..., Path]
 
 
 @pytest.fixture(scope="session", autouse=True)
