@@ -100,6 +100,7 @@ class Trainee:
     def __init__(self, model: DeepseekV3ForCausalLM, device: str, compiled: bool) -> None:
         self.model = model.to(device)
         self.device = device
+        self.mixed = device == "cuda"
         self.switch = torch.zeros((), device=device)
         layers = self.model.model.layers
         self.moes = [layer.mlp for layer in layers if isinstance(layer.mlp, DeepseekV3MoE)]
@@ -119,10 +120,10 @@ class Trainee:
         return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
 
     def losses(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Loss of each next token of [batch, length + 1] ids."""
+        """Loss of each next token of [batch, length + 1] ids; bf16 arithmetic on a GPU only."""
         ids, labels = tokens[:, :-1], tokens[:, 1:].contiguous()
         body = self.model.model
-        with torch.autocast(self.device, dtype=torch.bfloat16):
+        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.mixed):
             hidden = body.embed_tokens(ids)
             positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
             rotary = body.rotary_emb(hidden, position_ids=positions)

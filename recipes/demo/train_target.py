@@ -121,9 +121,11 @@ class Training:
         self.log.append(row)
         print(f"{time.monotonic() - STARTED:6.1f} s  {row}", flush=True)
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Held-out and validation loss (nats a token), with and without INT4 experts."""
+        """Held-out and validation loss (nats a token), with and without INT4 experts.
+
+        Gradients stay on: without them every layer would be compiled a second time.
+        """
         found = {}
         kept = float(self.trainee.switch)
         loads = [moe.load.clone() for moe in self.trainee.moes]
@@ -142,7 +144,7 @@ class Training:
         rows = max((len(array) - 1) // length, 1)
         losses: list[torch.Tensor] = []
         for piece in data.windows(array, length, batch, self.device):
-            losses += self.trainee.losses(piece).view(batch, length).mean(1)
+            losses += self.trainee.losses(piece).detach().view(batch, length).mean(1)
         return float(torch.stack(losses[:rows]).mean())
 
 
@@ -157,10 +159,10 @@ def check_forward(training: Training) -> float:
         expected = torch.nn.functional.cross_entropy(
             expected.flatten(0, 1), piece[:, 1:].flatten(), reduction="none"
         )
-        kept = trainee.head
-        trainee.head = trainee._head
+        kept = trainee.head, trainee.mixed
+        trainee.head, trainee.mixed = trainee._head, False
         found = trainee.losses(piece)
-        trainee.head = kept
+        trainee.head, trainee.mixed = kept
     return float((found - expected).abs().max() / expected.std())
 
 
@@ -213,9 +215,11 @@ def main() -> None:
     print(f"experts' forward differs by {check_forward(training):.2e}", flush=True)
     training.step(0.0)  # compile before the clock of the schedule starts
     training.evaluate()
-    begin = time.monotonic()
+    begin, deadline = time.monotonic(), STARTED + args.seconds - args.reserve
     print(f"{begin - STARTED:6.1f} s  compiled", flush=True)
-    training.run(begin, STARTED + args.seconds - args.reserve)
+    if deadline <= begin:
+        raise SystemExit(f"no time is left to train: --seconds is {args.seconds:.0f}; give more")
+    training.run(begin, deadline)
     finish(training, args, time.monotonic() - begin)
 
 
