@@ -16,7 +16,7 @@ from torch import Tensor
 from kdtree_engine.config import DrafterConfig
 from kdtree_engine.kernels.dflash_attention import dflash_attention
 from kdtree_engine.kernels.linear import ColumnBlocks, linear
-from kdtree_engine.kernels.rope import RopeTable, rotate_half
+from kdtree_engine.kernels.rope import Angles, RopeTable, rotate_half
 from kdtree_engine.model.layers import GatedMLP, Norm
 
 KeysValues = tuple[Tensor, Tensor]  # each [B, T, kv_heads, head_dim]
@@ -49,10 +49,10 @@ class DFlashLayer:
     mlp_norm: Norm
     mlp: GatedMLP
 
-    def keys_values(self, x: Tensor, config: DrafterConfig, cos: Tensor, sin: Tensor) -> KeysValues:
+    def keys_values(self, x: Tensor, config: DrafterConfig, angles: Angles) -> KeysValues:
         """Rotated keys and values [R, kv_heads, hd] of x [R, H]."""
         both = linear(x, self.key_value).view(-1, 2, config.num_kv_heads, config.head_dim)
-        return rotate_half(self.key_norm(both[:, 0]), cos, sin), both[:, 1]
+        return rotate_half(self.key_norm(both[:, 0]), angles), both[:, 1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +78,8 @@ class DFlashModel:
     def context_keys_values(self, taps: Tensor, positions: Tensor) -> list[KeysValues]:
         """Per layer, keys and values [R, kv_heads, hd] of committed rows: taps [R, n * H]."""
         injected = self.hidden_norm(linear(taps, self.fc))
-        cos, sin = self.rope.at(positions)
-        return [layer.keys_values(injected, self.config, cos, sin) for layer in self.layers]
+        angles = self.rope.at(positions).over_heads()
+        return [layer.keys_values(injected, self.config, angles) for layer in self.layers]
 
     def hidden(self, x: Tensor, context: Sequence[KeysValues], places: BlockPositions) -> Tensor:
         """Final hidden states [B, L, H] of block embeddings x [B, L, H], ready for the head.
@@ -87,7 +87,7 @@ class DFlashModel:
         context: per layer, keys and values [B, S, kv_heads, hd].
         """
         batch, length, width = x.shape
-        cos, sin = self.rope.at(places.rows.flatten())
+        angles = self.rope.at(places.rows.flatten()).over_heads()
         rows = x.reshape(-1, width)
         masks: dict[str, Tensor] = {}
         for layer, kind, past in zip(self.layers, self.config.layer_types, context, strict=True):
@@ -97,8 +97,8 @@ class DFlashModel:
             query = linear(normed, layer.query).view(
                 -1, self.config.num_heads, self.config.head_dim
             )
-            query = rotate_half(layer.query_norm(query), cos, sin)
-            key, value = layer.keys_values(normed, self.config, cos, sin)
+            query = rotate_half(layer.query_norm(query), angles)
+            key, value = layer.keys_values(normed, self.config, angles)
             shape = (batch, length)
             mixed = dflash_attention(
                 torch.unflatten(query, 0, shape),

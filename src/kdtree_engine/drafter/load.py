@@ -57,7 +57,7 @@ def build_drafter(
         norm("hidden_norm"),
         tuple(layer(f"layers.{index}.") for index in range(config.num_layers)),
         norm("norm"),
-        rope_table(config.rope, config.head_dim, config.max_positions, device),
+        rope_table(config.rope, config.head_dim, config.max_positions, device, interleaved=False),
     )
 
 

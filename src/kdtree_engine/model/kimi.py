@@ -68,8 +68,8 @@ class Kimi:
         rows = int(inputs.tokens.shape[0])
         extra = padded_rows(rows, self.device) - rows
         padded = _pad(inputs, extra, spill_slot)
-        cos, sin = self.rope.at(padded.positions)
-        step = StepContext(padded.slots, plan_attention(padded, null_slot), cos, sin)
+        angles = self.rope.at(padded.positions).over_heads()
+        step = StepContext(padded.slots, plan_attention(padded, null_slot), angles)
         x = self.embedding.index_select(0, padded.tokens)
         taps: dict[int, Tensor] = {}
         for index, (layer, cache) in enumerate(zip(self.layers, latents, strict=True)):

@@ -50,7 +50,9 @@ class _Builder:
             tuple(layers),
             self.norm("model.norm.weight"),
             self.columns(head),
-            rope_table(config.rope, config.rope_dim, config.max_positions, self.device),
+            rope_table(
+                config.rope, config.rope_dim, config.max_positions, self.device, interleaved=True
+            ),
         )
 
     def layer(self, index: int) -> DecoderLayer:

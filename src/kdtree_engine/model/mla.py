@@ -10,7 +10,7 @@ from torch import Tensor
 from kdtree_engine.kernels.linear import ColumnBlocks, linear
 from kdtree_engine.kernels.matmul import row_bmm
 from kdtree_engine.kernels.mla_attention import AttentionPlan, mla_attention
-from kdtree_engine.kernels.rope import rotate_interleaved
+from kdtree_engine.kernels.rope import Angles, rotate_interleaved
 from kdtree_engine.model.layers import Norm
 
 
@@ -20,8 +20,7 @@ class StepContext:
 
     slots: Tensor  # [R] int64
     plan: AttentionPlan
-    cos: Tensor  # [R, rope / 2] float32
-    sin: Tensor
+    angles: Angles  # [R, 1, rope]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,20 +43,18 @@ class LatentAttention:
     def __call__(self, x: Tensor, latents: Tensor, step: StepContext) -> Tensor:
         """x [R, H] -> [R, H]; writes the rows into `latents` [pages, 64, kv_lora + rope]."""
         heads, _, kv_lora = self.key_up.shape
+        rope, count = self.rope_dim, x.shape[0]
         down = linear(x, self.query_and_latent)
-        query, latent, k_pe = torch.split(
-            down, [down.shape[1] - kv_lora - self.rope_dim, kv_lora, self.rope_dim], 1
-        )
+        query, latent, k_pe = torch.split(down, [down.shape[1] - kv_lora - rope, kv_lora, rope], 1)
         if self.query_norm is not None and self.query_up is not None:
             query = linear(self.query_norm(query), self.query_up)
-        k_pe = rotate_interleaved(k_pe, step.cos, step.sin)
-        row = torch.cat((self.latent_norm(latent), k_pe), 1)
+        nope, q_pe = torch.split(query.reshape(count, heads, -1), [self.nope_dim, rope], 2)
+        rotated = rotate_interleaved(torch.cat((q_pe, k_pe.unsqueeze(1)), 1), step.angles)
+        row = torch.cat((self.latent_norm(latent), rotated[:, heads]), 1)
         latents.view(-1, latents.shape[2]).index_copy_(0, step.slots, row.to(latents.dtype))
 
-        heads_query = query.reshape(-1, heads, self.nope_dim + self.rope_dim)
-        nope, q_pe = torch.split(heads_query, [self.nope_dim, self.rope_dim], 2)
         absorbed = row_bmm(nope.transpose(0, 1), self.key_up).transpose(0, 1)  # [R, heads, kv_lora]
-        query = torch.cat((absorbed, rotate_interleaved(q_pe, step.cos, step.sin)), 2)
+        query = torch.cat((absorbed, rotated[:, :heads]), 2)
         mixed = mla_attention(query, latents, step.plan, self.softmax_scale, kv_lora)
         out = row_bmm(mixed.transpose(0, 1), self.value_up).transpose(0, 1)  # [R, heads, v]
-        return linear(out.reshape(x.shape[0], -1), self.output)
+        return linear(out.reshape(count, -1), self.output)

@@ -33,6 +33,8 @@ class RowRule:
 
     def rows(self, count: int) -> int:
         """The smallest allowed number of rows that holds `count`."""
+        if self.multiple == 1:
+            return max(count, self.minimum)
         return -(-max(count, self.minimum) // self.multiple) * self.multiple
 
 

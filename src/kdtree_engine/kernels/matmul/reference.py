@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kdtree_engine.kernels.matmul.probe import RowRule, row_rule
+from kdtree_engine.kernels.matmul.probe import row_rule
 
 SEGMENT = 512
-"""float32 products longer than this along K are cut into segments that are added in order."""
+"""float32 products longer than this along K are cut into segments, added in order."""
 ALIGNMENT = 8
 """K and N are filled up with zeros to multiples of this: a BLAS may round a row that does not begin
 at a vector's border by its place in the call.
@@ -22,38 +22,29 @@ def row_bmm(x: Tensor, w: Tensor) -> Tensor:
     x [B, M, K] and w [B, K, N] on one device; w may be a transposed view. Elsewhere than on the CPU
     this is `torch.bmm`: there the contract is kept by the kernels of this package.
     """
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         return torch.bmm(x, w)
-    batch, _, depth = x.shape
+    batch, rows, depth = x.shape
+    columns = w.shape[2]
     if batch == 1:  # a batch of one is handed to another BLAS routine
         return row_bmm(x.expand(2, -1, -1), w.expand(2, -1, -1))[:1]
-    columns = w.shape[2]
     if depth % ALIGNMENT or columns % ALIGNMENT:
         deeper, wider = -depth % ALIGNMENT, -columns % ALIGNMENT
         return row_bmm(pad(x, (0, deeper)), pad(w, (0, wider, 0, deeper)))[..., :columns]
-    if depth <= SEGMENT or x.dtype != torch.float32:
-        return _segment(x, w)
-    total = _segment(x[..., :SEGMENT], w[:, :SEGMENT])
-    for start in range(SEGMENT, depth, SEGMENT):
-        total = total + _segment(x[..., start : start + SEGMENT], w[:, start : start + SEGMENT])
-    return total
-
-
-def _segment(x: Tensor, w: Tensor) -> Tensor:
-    rows = x.shape[1]
-    rule = row_rule((w.shape[1], w.shape[2], x.dtype, w.stride(2) != 1))
+    if depth > SEGMENT and x.dtype == torch.float32:
+        return _segments(x, w)
+    rule = row_rule((depth, columns, x.dtype, w.stride(2) != 1))
     if rule.block is not None and rows > rule.block:
-        return _blocked(x, w, rule, rule.block)
-    missing = rule.rows(rows) - rows
-    if missing:
-        return torch.bmm(pad(x, (0, 0, 0, missing)), w)[:, :rows]
-    return torch.bmm(x, w)
+        return torch.cat([row_bmm(part, w) for part in torch.split(x, rule.block, dim=1)], 1)
+    padded = rule.rows(rows)
+    if padded == rows:
+        return torch.bmm(x, w)
+    return torch.bmm(pad(x, (0, 0, 0, padded - rows)), w)[:, :rows]
 
 
-def _blocked(x: Tensor, w: Tensor, rule: RowRule, block: int) -> Tensor:
-    parts = []
-    for part in torch.split(x, block, dim=1):
-        rows = part.shape[1]
-        filled = pad(part, (0, 0, 0, rule.rows(rows) - rows))
-        parts.append(torch.bmm(filled, w)[:, :rows])
-    return torch.cat(parts, dim=1)
+def _segments(x: Tensor, w: Tensor) -> Tensor:
+    total = row_bmm(x[..., :SEGMENT], w[:, :SEGMENT])
+    for start in range(SEGMENT, x.shape[2], SEGMENT):
+        end = start + SEGMENT
+        total = total + row_bmm(x[..., start:end], w[:, start:end])
+    return total

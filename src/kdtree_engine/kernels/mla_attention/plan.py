@@ -20,21 +20,21 @@ TILE = PAGE_SIZE
 
 @dataclass(frozen=True, eq=False)
 class SpanPlan:
-    """Keys of one request's rows.
+    """Keys of one request's n rows.
 
-    shared [T0 * 64] int64: slots of the tiles that all rows read; shared_mask [n, T0 * 64] bool,
-    True where a row sees the key, or None when every row sees all of them. tail [n, T1 * 64] int64:
-    slots of the tiles that each row has to itself (a tree's last shared tile and its ancestors),
-    tail_mask likewise; None for a causal run. Unused places point at the null slot, whose latent is
-    zero.
+    shared [T0 * 64] int64: slots of the tiles that all rows read. shared_hidden [T0, n, 1, 64]
+    bool, True where a row does not see the key; None when every row sees all of them.
+    tail [n, T1 * 64] int64: slots of the tiles that each row has to itself (a tree's last shared
+    tile and its ancestors), tail_hidden [n, T1, 1, 64] likewise; None for a causal run.
+    Unused places point at the null slot, whose latent is zero.
     """
 
     first: int
     count: int
     shared: Tensor
-    shared_mask: Tensor | None
+    shared_hidden: Tensor | None
     tail: Tensor | None = None
-    tail_mask: Tensor | None = None
+    tail_hidden: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ def _causal(span: Span, own: Tensor, null_slot: int) -> SpanPlan:
     keys[span.context : total] = own
     places = torch.arange(keys.shape[0], device=own.device)
     last = torch.arange(span.context, total, device=own.device)
-    return SpanPlan(span.first, span.count, keys, places[None, :] <= last[:, None])
+    hidden = (places[None, :] > last[:, None]).view(span.count, -1, 1, TILE).transpose(0, 1)
+    return SpanPlan(span.first, span.count, keys, hidden)
 
 
 def _tree(span: Span, own: Tensor, null_slot: int) -> SpanPlan:
@@ -88,5 +89,6 @@ def _tree(span: Span, own: Tensor, null_slot: int) -> SpanPlan:
     row, ancestor = seen.nonzero(as_tuple=True)
     place = span.context - closed + (torch.cumsum(seen, 1) - 1)[row, ancestor]
     tail[row, place] = own[ancestor]
-    mask = torch.arange(width, device=own.device)[None, :] < lengths[:, None]
-    return SpanPlan(span.first, span.count, context[:closed], None, tail, mask)
+    hidden = torch.arange(width, device=own.device)[None, :] >= lengths[:, None]
+    hidden = hidden.view(span.count, -1, 1, TILE)
+    return SpanPlan(span.first, span.count, context[:closed], None, tail, hidden)

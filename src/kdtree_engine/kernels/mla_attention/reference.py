@@ -45,72 +45,67 @@ def _span(query: Tensor, flat: Tensor, span: SpanPlan, scale: float, value_dim: 
     parts = []
     for first in range(0, span.count, step):
         cut = slice(first, first + step)
-        tiles = [_shared_tiles(rows[cut], shared, span.shared_mask, cut)] if len(shared) else []
-        if span.tail is not None and span.tail_mask is not None:
-            tiles.append(_tail_tiles(rows[cut], flat, span.tail[cut], span.tail_mask[cut]))
+        tiles = []
+        if shared.shape[0]:
+            hidden = None if span.shared_hidden is None else span.shared_hidden[:, cut]
+            tiles.append(_shared_tiles(rows[cut], shared, hidden))
+        if span.tail is not None and span.tail_hidden is not None:
+            tiles.append(_tail_tiles(rows[cut], flat, span.tail[cut], span.tail_hidden[cut]))
         parts.append(_softmax_values(tiles, value_dim))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(frozen=True, eq=False)
 class _Tiles:
-    """Scores [T, n, heads, 64] of n rows and their keys, as one product took them.
+    """Scores of n rows, [T, n, heads, 64], or [n, T, heads, 64] where every row has its own keys.
 
-    `keys` is [products, 64, D] and `flat_scores` [products, M, 64]: T products of n * heads rows
-    where tiles are shared, n * T products of heads rows where every row has its own.
+    keys [products, 64, D], one product a tile, or one a row and tile.
     """
 
-    flat_scores: Tensor
+    scores: Tensor
     keys: Tensor
-    rows: int
     private: bool
 
-    def by_tile(self, x: Tensor) -> Tensor:
-        """[products, M, ...] as [T, n, heads, ...]."""
-        if not self.private:
-            return x.view(x.shape[0], self.rows, -1, *x.shape[2:])
-        return x.view(self.rows, -1, *x.shape[1:]).transpose(0, 1)
+    def highest(self) -> Tensor:
+        """[n, heads], exact in any order."""
+        return self.scores.amax((1, 3) if self.private else (0, 3))
 
-    def by_product(self, x: Tensor) -> Tensor:
-        """[1, n, heads] broadcast over tiles, as [products, M]: undoes `by_tile`."""
-        if not self.private:
-            return x.reshape(1, -1)
-        tiles = self.keys.shape[0] // self.rows
-        return x.transpose(0, 1).expand(-1, tiles, -1).reshape(-1, x.shape[2])
+    def sums(self, highest: Tensor, value_dim: int) -> Tensor:
+        """Per tile, sums of exp(s - m) v and of exp(s - m): [T, n, heads, value_dim + 1]."""
+        shift = highest.unsqueeze(1) if self.private else highest
+        weights = torch.exp(self.scores - shift.unsqueeze(-1))
+        values = row_bmm(weights.view(self.keys.shape[0], -1, TILE), self.keys[..., :value_dim])
+        values = values.view(*weights.shape[:3], value_dim)
+        both = torch.cat((values, weights.sum(-1, keepdim=True)), -1)
+        return both.transpose(0, 1) if self.private else both
 
 
-def _shared_tiles(query: Tensor, keys: Tensor, mask: Tensor | None, cut: slice) -> _Tiles:
+def _shared_tiles(query: Tensor, keys: Tensor, hidden: Tensor | None) -> _Tiles:
     """Scores of query [n, heads, D] on keys [T, 64, D] that all rows read."""
     count, heads, dim = query.shape
-    scores = row_bmm(query.reshape(1, -1, dim).expand(len(keys), -1, -1), keys.transpose(1, 2))
-    if mask is not None:
-        tiled = mask[cut].view(count, -1, TILE).transpose(0, 1).unsqueeze(2)  # [T, n, 1, 64]
-        scores = scores.view(-1, count, heads, TILE).masked_fill(~tiled, -torch.inf)
-        scores = scores.view(len(keys), -1, TILE)
-    return _Tiles(scores, keys, count, private=False)
+    rows = query.reshape(1, -1, dim).expand(keys.shape[0], -1, -1)
+    scores = row_bmm(rows, keys.transpose(1, 2)).view(-1, count, heads, TILE)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return _Tiles(scores, keys, private=False)
 
 
-def _tail_tiles(query: Tensor, flat: Tensor, tail: Tensor, mask: Tensor) -> _Tiles:
+def _tail_tiles(query: Tensor, flat: Tensor, tail: Tensor, hidden: Tensor) -> _Tiles:
     """Scores of query [n, heads, D] on each row's own keys, slots tail [n, T * 64]."""
     count, heads, dim = query.shape
     keys = flat.index_select(0, tail.flatten()).float().view(-1, TILE, dim)  # [n * T, 64, D]
-    spread = query.unsqueeze(1).expand(-1, len(keys) // count, -1, -1).reshape(-1, heads, dim)
-    scores = row_bmm(spread, keys.transpose(1, 2)).masked_fill(~mask.view(-1, 1, TILE), -torch.inf)
-    return _Tiles(scores, keys, count, private=True)
+    tiles = keys.shape[0] // count
+    spread = query.unsqueeze(1).expand(-1, tiles, -1, -1).reshape(-1, heads, dim)
+    scores = row_bmm(spread, keys.transpose(1, 2)).view(count, tiles, heads, TILE)
+    return _Tiles(scores.masked_fill(hidden, -torch.inf), keys, private=True)
 
 
 def _softmax_values(tiles: list[_Tiles], value_dim: int) -> Tensor:
     """[n, heads, value_dim]: exp(s - m) v over exp(s - m), tiles added in order."""
-    highest = tiles[0].by_tile(tiles[0].flat_scores.amax(-1)).amax(0, keepdim=True)  # [1, n, heads]
+    highest = tiles[0].highest()
     for more in tiles[1:]:
-        own = more.by_tile(more.flat_scores.amax(-1)).amax(0, keepdim=True)
-        highest = torch.maximum(highest, own)
-    sums = []
-    for part in tiles:
-        weights = torch.exp(part.flat_scores - part.by_product(highest).unsqueeze(-1))
-        values = row_bmm(weights, part.keys[..., :value_dim])
-        mass = weights.sum(-1, keepdim=True)
-        sums.append(part.by_tile(torch.cat((values, mass), -1)))
+        highest = torch.maximum(highest, more.highest())
+    sums = [part.sums(highest, value_dim) for part in tiles]
     total = fold_tiles(sums[0] if len(sums) == 1 else torch.cat(sums))
     return total[..., :value_dim] / total[..., value_dim:]
 

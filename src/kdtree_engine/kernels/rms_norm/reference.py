@@ -9,9 +9,9 @@ from torch import Tensor
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension of x [..., D]; weight [D]; result in x's dtype.
 
-    1 / sqrt rather than rsqrt: division and square root are correctly rounded everywhere, so an
-    element's bits do not depend on whether it fell into a vector or into its tail.
+    Square root and division are correctly rounded everywhere, so an element's bits do not depend
+    on whether it fell into a vector or into its tail.
     """
     wide = x.float()
-    scale = 1.0 / torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
     return (wide * scale).to(x.dtype) * weight

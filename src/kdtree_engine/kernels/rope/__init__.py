@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kdtree_engine.kernels.rope.reference import (
+    Angles,
     RopeTable,
     inverse_frequencies,
     rope_table,
@@ -10,4 +11,11 @@ from kdtree_engine.kernels.rope.reference import (
     rotate_interleaved,
 )
 
-__all__ = ["RopeTable", "inverse_frequencies", "rope_table", "rotate_half", "rotate_interleaved"]
+__all__ = [
+    "Angles",
+    "RopeTable",
+    "inverse_frequencies",
+    "rope_table",
+    "rotate_half",
+    "rotate_interleaved",
+]

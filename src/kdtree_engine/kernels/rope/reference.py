@@ -17,15 +17,31 @@ from kdtree_engine.config import RopeConfig
 
 
 @dataclass(frozen=True, eq=False)
-class RopeTable:
-    """cos and sin [positions, D/2], float32, multiplied by the amplitude."""
+class Angles:
+    """cos and signed sin [R, D] float32 of R rows, multiplied by the amplitude.
+
+    One value a dimension: a dimension's partner in its pair is multiplied by `sin`, whose sign is
+    negative for the first of a pair, so a rotation is x cos + swapped(x) sin.
+    """
 
     cos: Tensor
     sin: Tensor
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [R, D/2] of the rows' positions [R] int64."""
-        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+    def over_heads(self) -> Angles:
+        """The same, [R, 1, D], for x [R, heads, D]."""
+        return Angles(self.cos.unsqueeze(1), self.sin.unsqueeze(1))
+
+
+@dataclass(frozen=True, eq=False)
+class RopeTable:
+    """cos and signed sin [positions, D] float32, in one of the two layouts."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def at(self, positions: Tensor) -> Angles:
+        """Angles of the rows' positions [R] int64."""
+        return Angles(self.cos.index_select(0, positions), self.sin.index_select(0, positions))
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
@@ -47,26 +63,30 @@ def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
     return plain * (1.0 - ramp) + plain / rope.factor * ramp
 
 
-def rope_table(rope: RopeConfig, dim: int, positions: int, device: torch.device) -> RopeTable:
-    """The table for positions 0..positions-1."""
-    angles = torch.outer(
-        torch.arange(positions, dtype=torch.float64), inverse_frequencies(rope, dim)
-    )
+def rope_table(
+    rope: RopeConfig, dim: int, positions: int, device: torch.device, *, interleaved: bool
+) -> RopeTable:
+    """The table for positions 0..positions-1, of pairs (2i, 2i+1) or else (i, i + D/2)."""
+    frequencies = inverse_frequencies(rope, dim)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
     cos, sin = angles.cos() * rope.amplitude, angles.sin() * rope.amplitude
-    return RopeTable(cos.float().to(device), sin.float().to(device))
+
+    def spread(first: Tensor, second: Tensor) -> Tensor:
+        pair = torch.stack((first, second), -1 if interleaved else -2)
+        return pair.flatten(1).float().to(device)
+
+    return RopeTable(spread(cos, cos), spread(-sin, sin))
 
 
-def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (2i, 2i+1) of x [R, ..., D] by cos and sin [R, D/2]; result in x's dtype."""
-    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (-1,)
-    cos, sin = cos.view(shape), sin.view(shape)
-    even, odd = x[..., 0::2].float(), x[..., 1::2].float()
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
+def rotate_interleaved(x: Tensor, angles: Angles) -> Tensor:
+    """Rotate pairs (2i, 2i+1) of x [..., D]; the angles broadcast. Result in x's dtype."""
+    wide = x.float()
+    swapped = torch.unflatten(wide, -1, (-1, 2)).flip(-1).flatten(-2)
+    return (wide * angles.cos + swapped * angles.sin).to(x.dtype)
 
 
-def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + D/2) of x [R, ..., D] by cos and sin [R, D/2]; result in x's dtype."""
-    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (-1,)
-    cos, sin = cos.view(shape), sin.view(shape)
-    low, high = x.float().chunk(2, -1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(x.dtype)
+def rotate_half(x: Tensor, angles: Angles) -> Tensor:
+    """Rotate pairs (i, i + D/2) of x [..., D]; the angles broadcast. Result in x's dtype."""
+    wide = x.float()
+    low, high = wide.chunk(2, -1)
+    return (wide * angles.cos + torch.cat((high, low), -1) * angles.sin).to(x.dtype)

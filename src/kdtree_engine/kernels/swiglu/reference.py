@@ -14,4 +14,4 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """
     gate, up = gate_up.chunk(2, -1)
     wide = gate.float()
-    return (wide / (1.0 + torch.exp(-wide)) * up.float()).to(gate_up.dtype)
+    return (wide / (torch.exp(-wide) + 1.0) * up.float()).to(gate_up.dtype)
