@@ -29,6 +29,7 @@ from kdtree_engine.kernels.top_k.cases import CASES as TOP_CASES
 from kdtree_engine.kernels.top_k.cases import Case as TopCase
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-2}
+CPU = torch.device("cpu")
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "bfloat16"])
 
 
@@ -91,20 +92,25 @@ def golden_rope(rope: RopeConfig) -> golden.Rope:
     )
 
 
-@cases(ROPE_CASES)
-def test_rope_table(case: RopeCase) -> None:
-    """cos and sin of the golden model's frequencies, beyond the original YaRN length too."""
-    positions = 5000
-    table = ropes.rope_table(case.rope, case.dim, positions, torch.device("cpu"))
+def turns(case: RopeCase, positions: Tensor) -> Tensor:
+    """exp(i angle) of each pair, complex128 [R, 1, D/2], from the golden model's frequencies."""
     frequencies = torch.from_numpy(golden.inverse_frequencies(golden_rope(case.rope), case.dim))
-    angles = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies
-    for got, want in ((table.cos, angles.cos()), (table.sin, angles.sin())):
-        assert got.dtype == torch.float32
-        assert float((got.double() - want).abs().max()) < 1e-7
-    chosen = torch.tensor([4999, 0, 7, 7])
-    assert torch.equal(
-        torch.stack(table.at(chosen)), torch.stack((table.cos, table.sin))[:, chosen]
-    )
+    angles = positions.double()[:, None, None] * frequencies
+    return torch.complex(angles.cos(), angles.sin())
+
+
+def rotate(x: Tensor, rope: RopeConfig, positions: Tensor, interleaved: bool = True) -> Tensor:
+    """x [R, heads, D] through the operator, with a table of 5,000 positions."""
+    table = ropes.rope_table(rope, x.shape[-1], 5000, CPU, interleaved=interleaved)
+    angles = table.at(positions).over_heads()
+    return (ropes.rotate_interleaved if interleaved else ropes.rotate_half)(x, angles)
+
+
+@cases(ROPE_CASES)
+def test_inverse_frequencies(case: RopeCase) -> None:
+    frequencies = torch.from_numpy(golden.inverse_frequencies(golden_rope(case.rope), case.dim))
+    got = ropes.inverse_frequencies(case.rope, case.dim)
+    assert torch.allclose(got, frequencies, rtol=1e-14)
     if case.rope.kind == "yarn":  # the factor matters, and so do the ends of the ramp
         for change in ({"factor": 2.0}, {"beta_fast": 8.0}, {"kind": "default"}):
             other = ropes.inverse_frequencies(replace(case.rope, **change), case.dim)
@@ -114,38 +120,35 @@ def test_rope_table(case: RopeCase) -> None:
 @DTYPES
 @cases(ROPE_CASES)
 def test_rotations(case: RopeCase, dtype: torch.dtype) -> None:
-    """Neighbouring pairs and halves, as products of complex numbers."""
-    positions = torch.randint(0, 4000, (ROWS,), generator=torch.Generator().manual_seed(2))
-    table = ropes.rope_table(case.rope, case.dim, 4000, torch.device("cpu"))
-    cos, sin = table.at(positions)
+    """Neighbouring pairs and halves, as products of complex numbers; past the original length."""
+    positions = torch.randint(1, 5000, (ROWS,), generator=torch.Generator().manual_seed(2))
     x = randn(ROWS, 3, case.dim, seed=3).to(dtype)
-    turn = torch.complex(cos.double(), sin.double())[:, None, :]
+    turn = turns(case, positions)
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous()) * turn
     want = torch.view_as_real(pairs).flatten(-2)
-    assert_near(ropes.rotate_interleaved(x, cos, sin), want, TOLERANCE[dtype])
+    tolerance = TOLERANCE[dtype]
+    assert_near(rotate(x, case.rope, positions), want, tolerance)
     halves = torch.complex(*x.double().chunk(2, -1)) * turn
     half_want = torch.cat((halves.real, halves.imag), -1)
-    assert_near(ropes.rotate_half(x, cos, sin), half_want, TOLERANCE[dtype])
-    for mistake in (
-        ropes.rotate_half(x, cos, sin),
-        ropes.rotate_interleaved(x, cos, -sin),
-        ropes.rotate_interleaved(x, *table.at(positions - 1)),
-    ):
-        assert_far(mistake, want, TOLERANCE[dtype] / 10)
-    for rotate in (ropes.rotate_interleaved, ropes.rotate_half):
-        assert_rows_exact(lambda rows, turn=rotate: turn(x[rows], cos[rows], sin[rows]))
+    assert_near(rotate(x, case.rope, positions, interleaved=False), half_want, tolerance)
+    for mistake in (half_want, rotate(x, case.rope, positions - 1)):
+        assert_far(mistake, want, tolerance)
+    for interleaved in (True, False):
+        assert_rows_exact(
+            lambda rows, way=interleaved: rotate(x[rows], case.rope, positions[rows], way)
+        )
 
 
 def test_amplitude_multiplies_cos_and_sin() -> None:
     """Pain point 4: YaRN's amplitude is the config's formula, or exactly what is asked for."""
     yarn = RopeConfig(10000.0, "yarn", 40.0, 64, mscale=1.0, mscale_all_dim=0.707)
     formula = (0.1 * math.log(40.0) + 1) / (0.0707 * math.log(40.0) + 1)
-    plain = ropes.rope_table(replace(yarn, mscale_all_dim=1.0), 8, 9, torch.device("cpu"))
-    assert plain.cos[0].tolist() == [1.0] * 4
-    for rope, amplitude in ((yarn, formula), (replace(yarn, attention_factor=1.25), 1.25)):
-        table = ropes.rope_table(rope, 8, 9, torch.device("cpu"))
-        assert torch.allclose(table.cos, plain.cos * amplitude, rtol=1e-6)
-        assert torch.allclose(table.sin, plain.sin * amplitude, rtol=1e-6)
+    x, positions = randn(9, 2, 8), torch.arange(9)
+    for way in (True, False):
+        plain = rotate(x, replace(yarn, mscale_all_dim=1.0), positions, way)
+        assert torch.equal(plain[0], x[0])  # equal mscales: an amplitude of 1
+        for rope, amplitude in ((yarn, formula), (replace(yarn, attention_factor=1.25), 1.25)):
+            assert torch.allclose(rotate(x, rope, positions, way), plain * amplitude, rtol=1e-5)
 
 
 def route_by_hand(logits: Tensor, bias: Tensor, s: routers.RouterSettings) -> tuple[Tensor, Tensor]:
