@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -15,10 +17,15 @@ from kdtree_engine.model.layers import GatedMLP, Norm
 
 
 def load_drafter(
-    checkpoint: DrafterCheckpoint, dtype: torch.dtype, device: torch.device
+    checkpoint: DrafterCheckpoint, dtype: torch.dtype, device: torch.device, positions: int = 0
 ) -> DFlashModel:
-    """The network of a z-lab layout checkpoint, its weights in `dtype` on `device`."""
+    """The network of a z-lab layout checkpoint, its weights in `dtype` on `device`.
+
+    It drafts for at least `positions` positions, the target's, even where its config says fewer or
+    nothing: only the guesses may suffer.
+    """
     config = checkpoint.config
+    config = replace(config, max_positions=max(config.max_positions, positions))
     tensors = {name: checkpoint.tensor(name) for name in expected(config)}
     return build_drafter(config, tensors, dtype, device)
 

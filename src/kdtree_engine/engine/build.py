@@ -89,7 +89,7 @@ def build_engine(
     if draft_folder is not None:
         draft_checkpoint = open_drafter(draft_folder)
         check_drafter(draft_checkpoint.config, checkpoint.config)
-        network = load_drafter(draft_checkpoint, dtype, device)
+        network = load_drafter(draft_checkpoint, dtype, device, checkpoint.config.max_positions)
     target = load_target(checkpoint, dtype, device)
     layout = CacheLayout(
         _cache_pages(checkpoint, network, config, dtype, device), config.max_requests
