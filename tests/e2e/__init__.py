@@ -1,0 +1,1 @@
+"""The whole engine: the exactness contract, by bits."""

@@ -1,0 +1,132 @@
+"""Drive an engine request by request, recording the logits behind every token it emits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from e2e.models import CPU, Loaded
+from kdtree_engine import SamplingParams
+from kdtree_engine.cache import CacheLayout, CachePool, allocate_pool, pages_for
+from kdtree_engine.config import EngineConfig
+from kdtree_engine.drafter.base import Drafter
+from kdtree_engine.engine.loop import Engine
+from kdtree_engine.engine.request import Request, StepTrace
+from kdtree_engine.engine.step import StepResult
+from kdtree_engine.types import TargetOutput
+
+CHECK_EVERY = 16  # steps between two integrity checks
+MakeDrafter = Callable[[CachePool], Drafter]
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A request: its prompt, its settings, and the step at which it joins."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    join: int = 0
+
+
+@dataclass(eq=False)
+class Run:
+    """What a request emitted: tokens, the logits row that chose each, and where that row stood."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
+    traces: list[StepTrace] = field(default_factory=list)
+
+
+class Recorder:
+    """The target as the engine sees it, keeping the logits of the last forward."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self.logits = torch.empty(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def forward(self, *args: Any) -> TargetOutput:
+        """The target's forward."""
+        out: TargetOutput = self._target.forward(*args)
+        self.logits = out.logits
+        return out
+
+
+def make_engine(
+    loaded: Loaded, make_drafter: MakeDrafter, config: EngineConfig, drafts: bool = False
+) -> Engine:
+    """A fresh engine on a loaded target that records; `drafts`: room for a DFlash drafter."""
+    layout = CacheLayout(config.cache_pages, config.max_requests)
+    model, draft = loaded.target.config, loaded.network.config
+    pool = allocate_pool(
+        layout,
+        model.num_layers,
+        model.latent_dim,
+        loaded.target.embedding.dtype,
+        CPU,
+        *((draft.num_layers, (draft.num_kv_heads, draft.head_dim)) if drafts else ()),
+    )
+    recorder: Any = Recorder(loaded.target)
+    return Engine(recorder, make_drafter(pool), pool, config)
+
+
+def pages_of(jobs: Sequence[Job]) -> int:
+    """Pages that the jobs need together."""
+    return sum(pages_for(len(job.prompt) + job.params.max_tokens) for job in jobs)
+
+
+def scramble(engine: Engine, seed: int) -> None:
+    """Hand out pages and places in random order, and poison all memory but the page of zeros."""
+    draw = random.Random(f"pages {seed}")
+    draw.shuffle(engine.scheduler.allocator._free)
+    draw.shuffle(engine.scheduler._places)
+    pool = engine.pool
+    null_page = pool.layout.null_slot // pool.latents[0].shape[1]
+    for layer in (*pool.latents, *pool.draft):
+        layer.fill_(torch.nan)
+        layer[null_page].zero_()
+
+
+def run_jobs(engine: Engine, jobs: Sequence[Job]) -> list[Run]:
+    """Let the jobs join at their steps and run until all have left; runs in the jobs' order."""
+    runs: dict[int, Run] = {}
+    waiting = sorted(range(len(jobs)), key=lambda index: jobs[index].join)
+    step = 0
+    while waiting or engine.has_work:
+        while waiting and (jobs[waiting[0]].join <= step or not engine.has_work):
+            index = waiting.pop(0)
+            runs[index] = Run(engine.add(jobs[index].prompt, jobs[index].params))
+        by_request = {run.request.id: run for run in runs.values()}
+        results = engine.step()
+        for result in results:
+            _record(by_request[result.part.request.id], result, engine, len(results))
+        step += 1
+        if step % CHECK_EVERY == 0:
+            engine.check_integrity()
+    engine.check_integrity()
+    return [runs[index] for index in range(len(jobs))]
+
+
+def _record(run: Run, result: StepResult, engine: Engine, requests: int) -> None:
+    """Keep the rows that chose the step's tokens: along the accepted path, or the prompt's last."""
+    recorder: Any = engine.target
+    rows = recorder.logits[result.part.logits]
+    run.tokens += result.tokens
+    beside = f"step of {recorder.logits.shape[0]} logits rows for {requests} requests"
+    if result.trace is None:
+        run.logits += rows[: len(result.tokens)].clone()
+        run.origins += [f"prompt, {beside}"] * len(result.tokens)
+        return
+    tree, path = result.trace.tree, list(result.trace.path.indices)[: len(result.tokens)]
+    run.logits += rows[path].clone()
+    run.origins += [f"row {row} of a tree of {tree.nodes} nodes, {beside}" for row in path]
+    run.traces.append(result.trace)

@@ -1,0 +1,238 @@
+"""`make exact`: the contract over the full product of its main axes, in several processes.
+
+    python tests/e2e/exact.py [product | short] [--minutes M] [--shards N] [--only AXIS=VALUE,...]
+
+`short` runs the covering array of `make test` instead. Prints a line every few seconds, writes a
+JSON summary (a complete product into tests/e2e/exact_summary.json, which is committed) and ends
+with 1 on a violation, 2 if it broke off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import queue
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from e2e.contract import (
+    AXES,
+    MAIN_AXES,
+    OTHER_AXES,
+    Case,
+    Contract,
+    Report,
+    covering_cases,
+    product_cases,
+    prompt_violations,
+)
+from e2e.models import MODELS, Models, is_packaged
+
+SUMMARY = Path(__file__).with_name("exact_summary.json")
+PROMPT_CHUNKS = (7, 64, 512)
+PRINT_EVERY = 15.0  # seconds
+Unit = tuple[str, list[Case]]  # "generate" or "prompt", and cases that share plain answers
+Item = tuple[str, Case, Report]
+
+
+def plan(args: argparse.Namespace) -> list[Unit]:
+    """Units of work, the longest first."""
+    cases = list(product_cases()) if args.mode == "product" else covering_cases()
+    prompts = [
+        Case(model, 0, "none", "greedy", dtype, 1, 512, "block", "miss", pages)
+        for model in MODELS
+        for dtype in AXES["dtype"]
+        for pages in AXES["pages"]
+    ]
+    wanted = dict(item.split("=", 1) for item in args.only.split(",") if item)
+    units: dict[tuple[Any, ...], Unit] = {}
+    for kind, case in [("generate", one) for one in cases] + [("prompt", one) for one in prompts]:
+        if all(str(vars(case)[axis]) in value.split("|") for axis, value in wanted.items()):
+            key = (MODELS.index(case.model), kind, case.dtype, case.sampling, case.variant)
+            units.setdefault(key, (kind, []))[1].append(case)
+    return [units[key] for key in sorted(units)]
+
+
+def work(tasks: Any, results: Any, threads: int) -> None:
+    """A process: takes units until there is None, reports every case."""
+    torch.set_num_threads(threads)
+    logging.getLogger("kdtree_engine").setLevel(logging.ERROR)  # drafters are bad on purpose
+    with tempfile.TemporaryDirectory() as home:
+        models = Models(Path(home))
+        while (unit := tasks.get()) is not None:
+            contract = Contract(models)  # plain answers live as long as the unit
+            kind, cases = unit
+            for case in cases:
+                if kind == "prompt":
+                    report = prompt_violations(contract, case, PROMPT_CHUNKS)
+                else:
+                    report = contract.check(case)
+                results.put((kind, case, report))
+    results.put(None)
+
+
+class Tally:
+    """What has been compared so far."""
+
+    def __init__(self, cases: int) -> None:
+        self.cases = cases
+        self.done = 0
+        self.tokens = 0
+        self.prompt_rows = 0
+        self.by_axis: dict[str, Counter[str]] = {axis: Counter() for axis in AXES}
+        self.accepted: set[tuple[int, int]] = set()
+        self.violations: list[str] = []
+        self.started = time.monotonic()
+
+    def add(self, item: Item) -> None:
+        """Count a case."""
+        kind, case, report = item
+        self.done += 1
+        self.violations += map(str, report.violations)
+        for violation in report.violations:
+            print(f"VIOLATION {violation}", flush=True)
+        if kind == "prompt":
+            self.prompt_rows += report.tokens
+            return
+        self.tokens += report.tokens
+        self.accepted.update(report.accepted)
+        for axis in AXES:
+            self.by_axis[axis][str(vars(case)[axis])] += report.tokens
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self.started
+
+    def line(self) -> str:
+        """Progress."""
+        return (
+            f"{self.seconds:6.0f} s  {self.done:5d} of {self.cases} cases  "
+            f"{self.tokens:7d} tokens  {self.tokens / self.seconds:5.0f} tokens/s  "
+            f"{len(self.violations)} violations"
+        )
+
+
+def run(units: list[Unit], args: argparse.Namespace) -> Tally:
+    """Spread the units over processes and gather their reports until done or out of time."""
+    context = multiprocessing.get_context("spawn")
+    tasks, results = context.Queue(), context.Queue()
+    for unit in [*units, *[None] * args.shards]:
+        tasks.put(unit)
+    workers = [
+        context.Process(target=work, args=(tasks, results, args.threads), daemon=True)
+        for _ in range(args.shards)
+    ]
+    for worker in workers:
+        worker.start()
+    tally = Tally(sum(len(cases) for _, cases in units))
+    running, printed = args.shards, time.monotonic()
+    while running and tally.seconds < 60 * args.minutes:
+        try:
+            item = results.get(timeout=5)
+        except queue.Empty:
+            if any(worker.exitcode for worker in workers):
+                print("a worker died; see its message above", flush=True)
+                break
+            continue
+        if item is None:
+            running -= 1
+        else:
+            tally.add(item)
+        if time.monotonic() - printed > PRINT_EVERY or not running:
+            printed = time.monotonic()
+            print(tally.line(), flush=True)
+    for worker in workers:
+        worker.terminate()
+    return tally
+
+
+def machine() -> dict[str, Any]:
+    """What the bits may depend on."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    fields = dict(line.split(":", 1) for line in reversed(lines) if ":" in line)
+    fields = {key.strip(): value.strip() for key, value in fields.items()}
+    flags = fields.get("flags", "").split()
+    kinds = ("avx", "fma", "f16c", "amx")
+    build = torch.__config__.show().splitlines()
+    return {
+        "cpu": fields.get("model name", "unknown"),
+        "cpu_flags": sorted(flag for flag in flags if flag.startswith(kinds)),
+        "torch": torch.__version__,
+        "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "libraries": [line.strip(" -") for line in build if "MKL" in line and "Version" in line],
+    }
+
+
+def commit() -> str:
+    """The source that ran; "+" where it has changes."""
+    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=12"]
+    root = Path(__file__).resolve().parents[2]
+    found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def summary(tally: Tally, args: argparse.Namespace) -> dict[str, Any]:
+    """The run as plain values."""
+    return {
+        "mode": args.mode,
+        "complete": tally.done == tally.cases,
+        "packaged_model": "trained" if is_packaged() else "random stand-in of its shape",
+        "full_product": {axis: list(map(str, values)) for axis, values in MAIN_AXES.items()},
+        "pairwise": {axis: list(map(str, values)) for axis, values in OTHER_AXES.items()},
+        "cases": tally.done,
+        "generated_tokens_compared": tally.tokens,
+        "prompt_logits_rows_compared": tally.prompt_rows,
+        "violations": len(tally.violations),
+        "first_violations": tally.violations[:20],
+        "depth_and_sibling_rank_pairs_accepted": len(tally.accepted),
+        "tokens_by_axis": {axis: dict(counts) for axis, counts in tally.by_axis.items()},
+        "seconds": round(tally.seconds),
+        "tokens_per_second": round(tally.tokens / tally.seconds, 1),
+        "processes": args.shards,
+        "threads_each": args.threads,
+        "commit": commit(),
+        **machine(),
+    }
+
+
+def main() -> int:
+    """Run, print, write the summary."""
+    parser = argparse.ArgumentParser(description="The exactness contract, by bits.")
+    parser.add_argument("mode", nargs="?", choices=("product", "short"), default="product")
+    parser.add_argument("--minutes", type=float, default=45.0, help="break off after so long")
+    parser.add_argument("--shards", type=int, default=2, help="processes")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each process")
+    parser.add_argument("--only", default="", help="axis=value|value,axis=value: these cases only")
+    parser.add_argument("--summary", type=Path, help="where to write the summary")
+    args = parser.parse_args()
+    units = plan(args)
+    print(f"{sum(len(cases) for _, cases in units)} cases in {len(units)} units", flush=True)
+    tally = run(units, args)
+    found = summary(tally, args)
+    whole = args.mode == "product" and found["complete"] and not args.only
+    path = args.summary or (SUMMARY if whole else None)
+    text = json.dumps(found, indent=2) + "\n"
+    if path is not None:
+        path.write_text(text, encoding="utf-8")
+    else:
+        print(text)
+    if tally.violations:
+        return 1
+    return 0 if found["complete"] else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""The models that the contract is tested on, loaded once per process and dtype."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from kdtree_engine.checkpoints import open_drafter, open_model
+from kdtree_engine.checkpoints.templates import DEEPSEEK_V3, K26, Dims
+from kdtree_engine.checkpoints.write import make_checkpoint
+from kdtree_engine.drafter.dflash_model import DFlashModel
+from kdtree_engine.drafter.load import load_drafter
+from kdtree_engine.engine.build import DTYPES, packaged_model
+from kdtree_engine.model import Kimi, load_target
+from kdtree_engine.tokenizer import Tokenizer
+
+CPU = torch.device("cpu")
+MODELS = ("packaged", "flat", "groups")
+
+_PACKAGED_SHAPE = Dims(  # what stands in until the trained model is in the package
+    vocab_size=3072,
+    hidden_size=256,
+    num_layers=10,
+    q_lora_rank=96,
+    kv_lora_rank=64,
+    nope_dim=32,
+    rope_dim=32,
+    v_dim=64,
+    intermediate_size=768,
+    moe_intermediate_size=64,
+    num_experts=16,
+    experts_per_token=4,
+    yarn_factor=8.0,
+    yarn_original=256,
+    max_positions=2048,
+    drafter_head_dim=64,
+    drafter_intermediate=512,
+)
+_RANDOM = {  # family, sizes, spread of the logits
+    "packaged": (K26, _PACKAGED_SHAPE, 1.0),
+    "flat": (K26, Dims(hidden_size=96, moe_intermediate_size=64, v_dim=24), 0.01),
+    "groups": (DEEPSEEK_V3, Dims(experts_per_token=3, q_lora_rank=None), 1.0),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A target and its DFlash network, both in one dtype."""
+
+    folder: Path
+    draft_folder: Path
+    target: Kimi
+    network: DFlashModel
+
+    @cached_property
+    def text(self) -> list[int]:
+        """Token ids of real text, where the model has a vocabulary: this project's own source."""
+        if not (self.folder / "tiktoken.model").exists():
+            return []
+        package = Path(__file__).resolve().parents[2] / "src" / "kdtree_engine"
+        sources = [path.read_text(encoding="utf-8") for path in sorted(package.glob("*/*.py"))]
+        return Tokenizer.from_folder(self.folder).encode("\n\n\n".join(sources))
+
+    def prompt(self, length: int, seed: int) -> list[int]:
+        """A prompt of its own for every seed: real text for even ones where there is any."""
+        draw = random.Random(f"prompt {seed}")
+        if self.text and seed % 2 == 0:
+            first = draw.randrange(len(self.text) - length)
+            return self.text[first : first + length]
+        return [draw.randrange(self.target.config.vocab_size) for _ in range(length)]
+
+
+def is_packaged() -> bool:
+    """Whether the trained model is there, target and drafter."""
+    return all((packaged_model() / part / "config.json").exists() for part in ("target", "drafter"))
+
+
+class Models:
+    """Loads models from the package, or writes random ones under `home` first."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self._loaded: dict[tuple[str, str], Loaded] = {}
+
+    def load(self, model: str, dtype: str) -> Loaded:
+        """The model, loaded when first asked for."""
+        key = (model, dtype)
+        if key not in self._loaded:
+            self._loaded[key] = self._load(*self._folders(model), DTYPES[dtype])
+        return self._loaded[key]
+
+    def _folders(self, model: str) -> tuple[Path, Path]:
+        if model == "packaged" and is_packaged():
+            return packaged_model() / "target", packaged_model() / "drafter"
+        folder = self.home / model
+        if not folder.exists():
+            family, dims, spread = _RANDOM[model]
+            make_checkpoint(folder, family, 7, drafter=True, dims=dims, logit_std=spread)
+        return folder, folder / "drafter"
+
+    def _load(self, folder: Path, draft_folder: Path, dtype: torch.dtype) -> Loaded:
+        target = load_target(open_model(folder), dtype, CPU)
+        network = load_drafter(open_drafter(draft_folder), dtype, CPU)
+        return Loaded(folder, draft_folder, target, network)

@@ -1,0 +1,117 @@
+"""Engines that break the contract on purpose, so that its tests are seen to fail.
+
+Each mutation names a mistake that would go unnoticed in the text, or nearly so, and a case that
+must report it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from e2e.contract import Case
+from kdtree_engine.cache import PageAllocator
+from kdtree_engine.engine import step
+from kdtree_engine.kernels.linear import reference as linear
+from kdtree_engine.kernels.mla_attention import plan
+from kdtree_engine.kernels.mla_attention import reference as attention
+from kdtree_engine.types import DraftTree
+
+Mutate = Callable[[pytest.MonkeyPatch], None]
+
+_CASE = Case(
+    model="flat",
+    nodes=15,
+    drafter="replay",
+    sampling="greedy",
+    dtype="float32",
+    requests=2,
+    chunk=64,
+    lengths="tiles",
+    prefix="miss",
+    pages="ordered",
+)
+
+
+def products_follow_row_count(patch: pytest.MonkeyPatch) -> None:
+    """As a BLAS does: from some number of rows on, another order of summation."""
+    original = linear.row_bmm
+
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        half = x.shape[2] // 2
+        if x.shape[1] <= 4:
+            return original(x, w)
+        return original(x[..., :half], w[:, :half]) + original(x[..., half:], w[:, half:])
+
+    patch.setattr(linear, "row_bmm", product)
+
+
+def tiles_fold_backwards(patch: pytest.MonkeyPatch) -> None:
+    """Attention adds its tiles last to first."""
+    original = attention.fold_tiles
+    patch.setattr(attention, "fold_tiles", lambda sums: original(sums.flip(0)))
+
+
+def siblings_see_each_other(patch: pytest.MonkeyPatch) -> None:
+    """A row's mask also has the row before it, whoever that is."""
+    original = DraftTree.ancestors
+
+    def ancestors(tree: DraftTree) -> Tensor:
+        masks = original(tree)
+        before = torch.arange(len(masks) - 1)
+        return torch.cat((masks[:1], masks[1:] | (1 << before)))
+
+    patch.setattr(DraftTree, "ancestors", ancestors)
+
+
+def chunks_see_their_end(patch: pytest.MonkeyPatch) -> None:
+    """A prompt's rows see all rows of their chunk, later ones too."""
+    original = plan._causal
+
+    def causal(*args: Any) -> plan.SpanPlan:
+        made = original(*args)
+        assert made.shared_hidden is not None
+        return replace(made, shared_hidden=made.shared_hidden[:, -1:].expand_as(made.shared_hidden))
+
+    patch.setattr(plan, "_causal", causal)
+
+
+def commit_forgets_a_row(patch: pytest.MonkeyPatch) -> None:
+    """Of a step's rows, the first stays in scratch."""
+    original = step.commit_paths
+    patch.setattr(step, "commit_paths", lambda pool, a, b: original(pool, a[1:], b[1:]))
+
+
+def noise_is_the_roots(patch: pytest.MonkeyPatch) -> None:
+    """Every node of a tree draws with the noise of the root's position."""
+    original = step.sampling_rows
+
+    def rows(*args: Any) -> Any:
+        made = original(*args)
+        return replace(made, position=made.position[:1].expand_as(made.position))
+
+    patch.setattr(step, "sampling_rows", rows)
+
+
+def prefix_pages_are_swapped(patch: pytest.MonkeyPatch) -> None:
+    """A prefix hit brings the right pages in the wrong order. Keys carry their positions, so only
+    the order of summation shows it, from three pages on.
+    """
+    original = PageAllocator.share_prefix
+    patch.setattr(PageAllocator, "share_prefix", lambda *args: list(reversed(original(*args))))
+
+
+MUTATIONS: dict[Mutate, Case] = {
+    products_follow_row_count: _CASE,
+    tiles_fold_backwards: _CASE,
+    siblings_see_each_other: _CASE,
+    chunks_see_their_end: _CASE,
+    commit_forgets_a_row: replace(_CASE, nodes=2),
+    noise_is_the_roots: replace(_CASE, sampling="p95", requests=1),
+    prefix_pages_are_swapped: replace(_CASE, prefix="prompt", lengths="block"),
+}

@@ -1,0 +1,94 @@
+"""The contract over a covering array of its axes; `make exact` has the full product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+
+from e2e.contract import (
+    AXES,
+    OTHER_AXES,
+    Case,
+    Contract,
+    allowed,
+    covering_cases,
+    prompt_violations,
+)
+from e2e.covering import all_pairs, covering_array, pairs_of
+from e2e.models import MODELS, Models
+from e2e.mutations import MUTATIONS, Mutate
+
+GROUPS = list(product(MODELS, AXES["dtype"], AXES["sampling"]))
+
+
+@pytest.fixture(scope="module")
+def contract(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Contract]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the contract holds for a fixed number of threads
+    yield Contract(Models(tmp_path_factory.mktemp("models")))
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("axes", [AXES, OTHER_AXES], ids=["all axes", "the other axes"])
+def test_covering_array_covers_every_pair(axes: dict[str, tuple[object, ...]]) -> None:
+    rows = covering_array(axes, allowed)
+    assert all(allowed(row) and list(row) == list(axes) for row in rows)
+    covered = {pair for row in rows for pair in pairs_of(row, axes)}
+    assert covered >= set(all_pairs(axes, allowed))
+    sizes = sorted(map(len, axes.values()))
+    assert sizes[-1] * sizes[-2] <= len(rows) <= 2 * sizes[-1] * sizes[-2]
+    assert rows == covering_array(axes, allowed)
+
+
+@pytest.mark.parametrize(("model", "dtype", "sampling"), GROUPS)
+def test_contract_holds(contract: Contract, model: str, dtype: str, sampling: str) -> None:
+    """Rows of the covering array that share their plain answers run in one test."""
+    cases = [
+        case
+        for case in covering_cases()
+        if (case.model, case.dtype, case.sampling) == (model, dtype, sampling)
+    ]
+    violations = [str(one) for case in cases for one in contract.check(case).violations]
+    assert not violations, "\n".join(violations)
+
+
+@pytest.mark.parametrize("pages", ["ordered", "scrambled"])
+@pytest.mark.parametrize("model", MODELS)
+def test_prompt_logits_are_the_same_in_any_chunks(
+    contract: Contract, model: str, pages: str
+) -> None:
+    dtype = "float32" if pages == "ordered" else "bfloat16"
+    case = Case(model, 0, "none", "greedy", dtype, 1, 512, "block", "miss", pages)
+    report = prompt_violations(contract, case, chunks=(7, 64, 512))
+    assert not report.violations, "\n".join(map(str, report.violations))
+
+
+def test_every_depth_and_sibling_rank_is_accepted(contract: Contract) -> None:
+    """At 63 nodes: each of 7 depths together with each of 9 ranks."""
+    wanted = set(product(range(1, 8), range(9)))
+    accepted: set[tuple[int, int]] = set()
+    for seed in range(200):
+        sampling = AXES["sampling"][seed % 3]
+        lengths = ("short", "page", "tiles")[seed % 3]
+        case = Case(
+            "groups", 63, "replay", sampling, "float32", 4, 64, lengths, "miss", "scrambled", seed
+        )
+        report = contract.check(case)
+        assert not report.violations, "\n".join(map(str, report.violations))
+        accepted.update(report.accepted)
+        if accepted >= wanted:
+            break
+    assert accepted >= wanted, f"never accepted: {sorted(wanted - accepted)}"
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+def test_a_broken_engine_is_reported(
+    contract: Contract, monkeypatch: pytest.MonkeyPatch, mutate: Mutate
+) -> None:
+    case = MUTATIONS[mutate]
+    assert not contract.check(case).violations
+    mutate(monkeypatch)
+    assert contract.check(case).violations
