@@ -64,7 +64,13 @@ class Scheduler:
             self.waiting.remove(request)
 
     def publish(self, request: Request) -> None:
-        """Make the request's full committed pages findable for others."""
+        """Make the request's full committed pages findable for others.
+
+        Only once its whole prompt has given finite logits: one broken token in a piece of prompt
+        spoils every row of that piece, those before it too.
+        """
+        if request.is_prefill or request.keep_logits:
+            return
         while len(request.chains) < request.context // PAGE_SIZE:
             index = len(request.chains)
             previous = request.chains[-1] if request.chains else b""
@@ -98,7 +104,6 @@ class Scheduler:
         request.page_ids = torch.tensor(request.pages, dtype=torch.int64, device=self.device)
         request.place = self._places.pop()
         request.context = request.stats.cached_tokens = len(shared) * PAGE_SIZE
-        self.publish(request)
         self.running.append(request)
         return True
 
