@@ -147,7 +147,10 @@ def test_chunks_do_not_show(chunk: int, checkpoint: CheckpointMaker) -> None:
 MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     "theta": ("deepseek-v3", {"rope_theta": 11000.0}),
     "yarn factor": ("deepseek-v3", {"rope_scaling.factor": 60.0}),
-    "yarn original length": ("deepseek-v3", {"rope_scaling.original_max_position_embeddings": 8192}),
+    "yarn original length": (
+        "deepseek-v3",
+        {"rope_scaling.original_max_position_embeddings": 8192},
+    ),
     "softmax scale": ("deepseek-v3", {"rope_scaling.mscale_all_dim": 0.9}),
     "routed scaling": ("deepseek-v3", {"routed_scaling_factor": 2.51}),
     "groups kept": ("deepseek-v3", {"topk_group": 4}),
