@@ -65,6 +65,17 @@ def run(llm: LLM, ids: Sequence[int], params: SamplingParams) -> RequestOutput:
     return out
 
 
+def run_traced(
+    llm: LLM, ids: Sequence[int], params: SamplingParams
+) -> tuple[RequestOutput, list[tuple[list[int], list[int]]]]:
+    """The output, and of every decode step the draft tree's tokens and parents."""
+    events = list(llm.stream(list(ids), params))
+    llm.engine.check_integrity()
+    assert events[-1].output is not None
+    trees = [event.step.tree for event in events if event.step is not None]
+    return events[-1].output, [(tree.tokens.tolist(), tree.parents.tolist()) for tree in trees]
+
+
 def finish(llm: LLM, requests: Sequence[Request]) -> None:
     """Step until these have finished, checking after every step that nothing leaks."""
     while any(request.finish_reason is None for request in requests):
