@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import logging
+import re
 from os import PathLike
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from kdtree_engine.drafter.ngram import NgramDrafter
 from kdtree_engine.drafter.none import NoDrafter
 from kdtree_engine.drafter.random import RandomDrafter
 from kdtree_engine.engine.loop import Engine
-from kdtree_engine.errors import OptionError
+from kdtree_engine.errors import OptionError, TokenizerError
 from kdtree_engine.model import load_target
 from kdtree_engine.tokenizer import Tokenizer
 
@@ -43,13 +44,19 @@ def resolve_device(device: str) -> torch.device:
     """ "auto" is CUDA where there is one. Raises OptionError."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.split(":")[0] not in ("cpu", "cuda"):
-        raise OptionError(f"device {device!r} is not one of auto, cpu, cuda")
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    if not re.fullmatch("cpu|cuda(:[0-9]+)?", device):
+        raise OptionError(f"device {device!r} is not one of auto, cpu, cuda, cuda:N")
+    place = torch.device(device)
+    if place.type == "cuda" and not torch.cuda.is_available():
         raise OptionError(
-            "device 'cuda' was asked for, but torch sees no CUDA GPU; use --device cpu"
+            f"device {device!r} was asked for, but torch sees no CUDA GPU; use --device cpu"
         )
-    return torch.device(device)
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise OptionError(
+            f"device {device!r} was asked for, but torch sees {torch.cuda.device_count()} CUDA "
+            "GPUs, counted from 0"
+        )
+    return place
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
@@ -84,6 +91,12 @@ def build_engine(
     checkpoint = open_model(folder)
     for note in checkpoint.notes:
         log.info("%s: %s", folder.name, note)
+    known = checkpoint.config.vocab_size
+    if tokenizer is not None and tokenizer.vocab_size != known:
+        raise TokenizerError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, but the model has {known}; "
+            "the files are not of one model"
+        )
     draft_folder = _drafter_folder(folder, drafter) if config.tree_nodes else None
     network = None
     if draft_folder is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from os import PathLike
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -115,7 +117,7 @@ class LLM:
         """float32 logits [T, vocab] after every prefix of `token_ids`, as any prefill computes
         them.
         """
-        request = self.engine.add(token_ids, SamplingParams(), keep_logits=True)
+        request = self.engine.add(self._encode(token_ids), SamplingParams(), keep_logits=True)
         try:
             while request.is_prefill:
                 self.engine.step()
@@ -140,7 +142,7 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            return list(prompt)
+            return [_token_id(token) for token in prompt]
         if self.tokenizer is None:
             raise TokenizerError(
                 f"{self._folder} has no tokenizer (tiktoken.model), so it takes token ids, not text"
@@ -180,9 +182,15 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several: a text and a list of ids are one."""
     if isinstance(prompts, str):
         return [prompts]
-    ids = [item for item in prompts if isinstance(item, int)]
-    if ids and len(ids) == len(prompts):
-        return [ids]
-    if ids:
+    items: list[object] = list(prompts)
+    ids = sum(isinstance(item, Integral) for item in items)
+    if ids and ids < len(items):
         raise OptionError("prompts mix token ids with texts or lists; give one prompt or a list")
-    return [item for item in prompts if not isinstance(item, int)]
+    return [cast(Sequence[int], items)] if ids else cast(list[Prompt], items)
+
+
+def _token_id(token: object) -> int:
+    """Any library's integer as Python's."""
+    if not isinstance(token, Integral):
+        raise OptionError(f"prompt token {token!r} is not an integer")
+    return int(token)
