@@ -94,7 +94,7 @@ def build_engine(
     known = checkpoint.config.vocab_size
     if tokenizer is not None and tokenizer.vocab_size != known:
         raise TokenizerError(
-            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, but the model has {known}; "
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, but the model {known}; "
             "the files are not of one model"
         )
     draft_folder = _drafter_folder(folder, drafter) if config.tree_nodes else None
