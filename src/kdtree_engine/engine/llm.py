@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from numbers import Integral
 from os import PathLike
@@ -74,6 +75,7 @@ class LLM:
             folder, drafter, place, resolve_dtype(dtype, place), config, self.tokenizer
         )
         self._folder = folder
+        self._inboxes: dict[int, deque[StepResult]] = {}  # of open streams, by request
 
     def generate(
         self,
@@ -95,7 +97,7 @@ class LLM:
         requests = self._queue(batch, settings)
         try:
             while self.engine.has_work:
-                self.engine.step()
+                self._step()
         finally:
             for request in requests:
                 self.engine.cancel(request)
@@ -105,12 +107,17 @@ class LLM:
         """Complete one prompt, an event a step; the last event carries the output."""
         [request] = self._queue([prompt], [params or SamplingParams()])
         text = None if self.tokenizer is None else self.tokenizer.stream()
+        inbox = self._inboxes[request.id] = deque()
         try:
-            while request.finish_reason is None:
-                for result in self.engine.step():
-                    if result.part.request is request:
-                        yield self._event(request, result, text)
+            while inbox or request.finish_reason is None:
+                if inbox:
+                    result = inbox.popleft()
+                    last = request.finish_reason is not None and not inbox
+                    yield self._event(request, result, text, last)
+                else:
+                    self._step()
         finally:
+            del self._inboxes[request.id]
             self.engine.cancel(request)
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
@@ -120,10 +127,17 @@ class LLM:
         request = self.engine.add(self._encode(token_ids), SamplingParams(), keep_logits=True)
         try:
             while request.is_prefill:
-                self.engine.step()
+                self._step()
         finally:
             self.engine.cancel(request)
         return torch.cat(request.logits)
+
+    def _step(self) -> None:
+        """Advance everything; what happened to streamed requests waits for whoever reads them."""
+        for result in self.engine.step():
+            inbox = self._inboxes.get(result.part.request.id)
+            if inbox is not None:
+                inbox.append(result)
 
     def _queue(
         self, prompts: Sequence[Prompt], settings: Sequence[SamplingParams]
@@ -149,14 +163,15 @@ class LLM:
             )
         return self.tokenizer.encode(prompt)
 
-    def _event(self, request: Request, result: StepResult, text: TextStream | None) -> StreamEvent:
-        done = request.finish_reason is not None
-        piece = "" if text is None else text.push(_visible(request, result.tokens))
-        if done and text is not None:
+    def _event(
+        self, request: Request, result: StepResult, text: TextStream | None, last: bool
+    ) -> StreamEvent:
+        tokens = _visible(request, result.tokens) if last else result.tokens
+        piece = "" if text is None else text.push(tokens)
+        if last and text is not None:
             piece += text.finish()
-        return StreamEvent(
-            piece, result.tokens, result.trace, self._output(request) if done else None
-        )
+        output = self._output(request) if last else None
+        return StreamEvent(piece, result.tokens, result.trace, output)
 
     def _output(self, request: Request) -> RequestOutput:
         ids = request.output_ids
