@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoint_tools import (
     CheckpointMaker,
     copy,
@@ -17,6 +18,7 @@ from checkpoint_tools import (
 from e2e.helpers import finish, greedy, load, plain, prompt, replay, run, sampled
 from kdtree_engine import LLM, SamplingParams
 from kdtree_engine.checkpoints.templates import Dims
+from kdtree_engine.engine.request import RequestOutput, StreamEvent
 from kdtree_engine.errors import CapacityError, OptionError
 
 LONG = 60
@@ -142,6 +144,34 @@ def test_a_stream_left_early_gives_everything_back(folder: Path) -> None:
     llm.engine.check_integrity()
     assert not llm.engine.has_work
     assert run(llm, prompt(70), greedy(20)).token_ids == plain(folder, prompt(70), greedy(20))
+
+
+def test_streams_and_calls_on_one_engine(with_text: Path) -> None:
+    """Whoever steps the engine advances everyone; each reader still gets every event."""
+    llm = load(with_text, "ngram")
+    ids = [llm.tokenizer.encode(text) for text in ("one", "another", "third")]  # type: ignore[union-attr]
+    want = [plain(with_text, one, greedy(20 + 9 * index)) for index, one in enumerate(ids)]
+    stop = want[1][15]
+    first = llm.stream(ids[0], greedy(20))
+    second = llm.stream(ids[1], greedy(29, stop_token_ids=(stop,)))
+    events: list[list[StreamEvent]] = [[next(first)], [next(second)]]
+    logits = llm.logits(ids[2])
+    assert torch.equal(logits, load(with_text).logits(ids[2]))
+    events[0].append(next(first))
+    assert run_outputs(llm.generate(ids[2], greedy(38))) == [want[2]]  # finishes the streams too
+    for mine, rest in zip(events, (first, second), strict=True):
+        mine += rest
+        final = mine[-1].output
+        assert final is not None and all(event.output is None for event in mine[:-1])
+        assert "".join(event.text for event in mine) == final.text
+        assert [token for event in mine for token in event.token_ids] == final.token_ids
+    assert events[0][-1].output.token_ids == want[0]  # type: ignore[union-attr]
+    assert events[1][-1].output.token_ids == want[1][: want[1].index(stop) + 1]  # type: ignore[union-attr]
+    llm.engine.check_integrity()
+
+
+def run_outputs(outs: list[RequestOutput]) -> list[list[int]]:
+    return [out.token_ids for out in outs]
 
 
 # ----------------------------------------------------------------------------------------- seeds
