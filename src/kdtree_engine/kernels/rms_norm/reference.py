@@ -10,8 +10,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension of x [..., D]; weight [D]; result in x's dtype.
 
     Square root and division are correctly rounded everywhere, so an element's bits do not depend
-    on whether it fell into a vector or into its tail.
+    on whether it fell into a vector or into its tail; torch.rsqrt promises neither.
     """
     wide = x.float()
-    scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    scale = torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps).reciprocal()
     return (wide * scale).to(x.dtype) * weight
