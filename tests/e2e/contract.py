@@ -46,8 +46,11 @@ OTHER_AXES: Axes = {
 }
 AXES: Axes = {**MAIN_AXES, **OTHER_AXES}
 
-SHORTEST = {"short": 1, "page": 62, "tiles": 127, "block": 510}  # prompt tokens of each class
-SPREAD = {"short": 4, "page": 4, "tiles": 3, "block": 4}  # how many more a prompt may have
+# Prompt tokens of each length class, and how many more a prompt may have. The last is for
+# `prompt_violations` only.
+SHORTEST = {"short": 1, "page": 62, "tiles": 127, "block": 510, "blocks": 1022}
+SPREAD = {"short": 4, "page": 4, "tiles": 3, "block": 4, "blocks": 4}
+MIXED = ("short", "page", "tiles", "block")
 TOP_P = {"p90": 0.9, "p95": 0.95}
 CHAIN = 7
 MOST_NEW = 16  # tokens that a request generates at most
@@ -266,7 +269,7 @@ def _prompts(case: Case) -> list[tuple[str, int]]:
     """Length class and number of each request's prompt."""
     if case.lengths != "mixed":
         return [(case.lengths, index) for index in range(case.requests)]
-    classes = [name for name in SHORTEST if case.prefix == "miss" or name != "short"]
+    classes = MIXED if case.prefix == "miss" else MIXED[1:]
     return [(classes[(index + case.seed) % len(classes)], index) for index in range(case.requests)]
 
 

@@ -50,8 +50,9 @@ def plan(args: argparse.Namespace) -> list[Unit]:
     """Units of work, the longest first."""
     cases = list(product_cases()) if args.mode == "product" else covering_cases()
     prompts = [
-        Case(model, 0, "none", "greedy", dtype, 1, 512, "block", "miss", pages)
+        Case(model, 0, "none", "greedy", dtype, 1, 512, lengths, "miss", pages)
         for model in MODELS
+        for lengths in ("tiles", "block", "blocks")
         for dtype in AXES["dtype"]
         for pages in AXES["pages"]
     ]

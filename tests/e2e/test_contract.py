@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
 from e2e.contract import (
     AXES,
+    MAIN_AXES,
     OTHER_AXES,
     Case,
     Contract,
     allowed,
     covering_cases,
+    product_cases,
     prompt_violations,
 )
 from e2e.covering import all_pairs, covering_array, pairs_of
@@ -43,6 +50,24 @@ def test_covering_array_covers_every_pair(axes: dict[str, tuple[object, ...]]) -
     assert rows == covering_array(axes, allowed)
 
 
+def test_make_exact_runs_the_full_product() -> None:
+    """Every point of the main axes, each with a covering array over the others."""
+    others = covering_array(OTHER_AXES, allowed)
+    points = Counter(tuple(vars(case)[axis] for axis in MAIN_AXES) for case in product_cases())
+    assert set(points) == set(product(*MAIN_AXES.values()))
+    assert set(points.values()) == {len(others)}
+
+
+def test_make_exact_works(tmp_path: Path) -> None:
+    """Two cases of it, in two processes."""
+    script, summary = Path(__file__).with_name("exact.py"), tmp_path / "summary.json"
+    command = [sys.executable, str(script), "short", "--only", "model=groups,nodes=7"]
+    subprocess.run([*command, "--summary", str(summary)], check=True, timeout=300)
+    found = json.loads(summary.read_text(encoding="utf-8"))
+    assert found["complete"] and not found["violations"]
+    assert found["cases"] > 0 and found["generated_tokens_compared"] > 10 * found["cases"]
+
+
 @pytest.mark.parametrize(("model", "dtype", "sampling"), GROUPS)
 def test_contract_holds(contract: Contract, model: str, dtype: str, sampling: str) -> None:
     """Rows of the covering array that share their plain answers run in one test."""
@@ -61,7 +86,8 @@ def test_prompt_logits_are_the_same_in_any_chunks(
     contract: Contract, model: str, pages: str
 ) -> None:
     dtype = "float32" if pages == "ordered" else "bfloat16"
-    case = Case(model, 0, "none", "greedy", dtype, 1, 512, "block", "miss", pages)
+    lengths = "blocks" if model == "groups" else "block"
+    case = Case(model, 0, "none", "greedy", dtype, 1, 512, lengths, "miss", pages)
     report = prompt_violations(contract, case, chunks=(7, 64, 512))
     assert not report.violations, "\n".join(map(str, report.violations))
 
