@@ -13,14 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
 from export import load as load_target
 from tokens import load as load_tokens
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 
 
-def prompts(tokens: np.ndarray, count: int, length: int, random: np.random.Generator) -> torch.Tensor:
+def prompts(
+    tokens: np.ndarray, count: int, length: int, random: np.random.Generator
+) -> torch.Tensor:
     """[count, length] windows of the corpus, half of them at the beginning of a document."""
     starts = np.flatnonzero(tokens == 2817) + 1
     starts = starts[starts < len(tokens) - length]
@@ -43,13 +44,13 @@ def main() -> None:
     parser.add_argument("--corpus-tokens", type=int, default=6_000_000)
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
-    tokens = load_tokens(args.corpus, args.target, 14, None)["train"]
+    tokens = load_tokens(args.corpus, args.target / "tiktoken.model", 14, None)["train"]
     random = np.random.default_rng(0)
     args.out.mkdir(parents=True, exist_ok=True)
     rows = len(tokens) // args.length
     picked = random.choice(rows, min(rows, args.corpus_tokens // args.length), replace=False)
     sample = tokens[picked[:, None] * args.length + np.arange(args.length)]
-    np.save(args.out / "corpus.npy", sample.astype(np.int32))
+    np.save(args.out / "corpus.npy", sample.astype(np.uint16))
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     model = load_target(args.target).to(args.device, dtype)
     for name, buffer in model.named_buffers():  # the router's bias stays float32
@@ -62,13 +63,20 @@ def main() -> None:
         temperature = TEMPERATURES[index % len(TEMPERATURES)]
         batch = prompts(tokens, args.batch, args.prompt, random).to(args.device)
         out = model.generate(
-            batch, attention_mask=torch.ones_like(batch), do_sample=temperature > 0,
-            max_new_tokens=args.length - args.prompt, min_new_tokens=args.length - args.prompt,
-            pad_token_id=3071, **({"temperature": temperature, "top_k": 0} if temperature else {}))
-        made.append(out.cpu().numpy().astype(np.int32))
+            batch,
+            attention_mask=torch.ones_like(batch),
+            do_sample=temperature > 0,
+            max_new_tokens=args.length - args.prompt,
+            min_new_tokens=args.length - args.prompt,
+            pad_token_id=3071,
+            **({"temperature": temperature, "top_k": 0} if temperature else {}),
+        )
+        made.append(out.cpu().numpy().astype(np.uint16))
         spent, index = time.monotonic() - round_begun, index + 1
-        print(f"batch {index}, temperature {temperature}: {out.numel()} tokens in {spent:.1f} s",
-              flush=True)
+        print(
+            f"batch {index}, temperature {temperature}: {out.numel()} tokens in {spent:.1f} s",
+            flush=True,
+        )
         np.save(args.out / "generated.npy", np.concatenate(made))
 
 

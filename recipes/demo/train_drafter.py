@@ -25,16 +25,31 @@ def main() -> None:
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=330.0)
     parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--length", type=int, default=768)
-    parser.add_argument("--anchors", type=int, default=96)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--anchors", type=int, default=64)
+    parser.add_argument("--rate", type=float, default=2.5e-3)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_float32_matmul_precision("high")
     options = TrainOptions(
-        steps=args.steps, seconds=args.seconds, layers=2, block_size=8, head_dim=64, heads=4,
-        kv_heads=2, intermediate=512, taps=3, length=args.length, batch=args.batch,
-        anchors=args.anchors, learning_rate=2e-3, decay=0.4, distil=0.5, log_every=200)
+        steps=args.steps,
+        seconds=args.seconds,
+        layers=2,
+        block_size=8,
+        head_dim=64,
+        heads=4,
+        kv_heads=2,
+        intermediate=512,
+        taps=3,
+        length=args.length,
+        batch=args.batch,
+        anchors=args.anchors,
+        learning_rate=args.rate,
+        decay=0.5,
+        distil=0.5,
+        log_every=500,
+    )
     report = train_drafter(args.target, args.data, args.out, options)
     args.report.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
     print(json.dumps(report.to_dict()))

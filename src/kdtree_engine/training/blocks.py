@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from kdtree_engine.drafter.dflash_model import BlockPositions, DFlashModel
 from kdtree_engine.kernels.linear import linear
 from kdtree_engine.model import Kimi
-from kdtree_engine.training.teacher import Teacher
+from kdtree_engine.training.lessons import Lesson
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,24 +26,17 @@ class BlockBatch:
     teacher: Tensor
 
 
-def run_blocks(
-    model: DFlashModel, target: Kimi, teacher: Teacher, tokens: Tensor, anchors: Tensor
-) -> BlockBatch:
-    """Draft from `anchors` [B, N] of tokens [B, S] in one pass, every block blind to the others.
+def run_blocks(model: DFlashModel, target: Kimi, lesson: Lesson, anchors: Tensor) -> BlockBatch:
+    """Draft from `anchors` [B, N] of a lesson in one pass, every block blind to the others.
 
     An anchor is the root's position; its block sees the context strictly before it.
     """
-    config = model.config
+    config, tokens, device = model.config, lesson.tokens, lesson.tokens.device
     (batch, length), count, size = tokens.shape, anchors.shape[1], config.block_size
-    device = tokens.device
-    slots = torch.arange(size, device=device)
-    places = anchors.unsqueeze(2) + slots  # [B, N, L]
-    sequence = torch.arange(batch, device=device).view(-1, 1, 1)
-    rows = (sequence * length + places[:, :, :-1]).flatten()  # whose logits predict slots 1..L-1
-    taps, teacher_logits = teacher.run(tokens, rows)
-
+    places = anchors.unsqueeze(2) + torch.arange(size, device=device)  # [B, N, L]
     positions = torch.arange(length, device=device)
-    past = model.context_keys_values(taps.flatten(0, 1), positions.repeat(batch))
+    dtype = target.embedding.dtype
+    past = model.context_keys_values(lesson.taps.flatten(0, 1).to(dtype), positions.repeat(batch))
     context = [
         (torch.unflatten(key, 0, (batch, length)), torch.unflatten(value, 0, (batch, length)))
         for key, value in past
@@ -61,23 +53,24 @@ def run_blocks(
     masked = hidden.view(batch, count, size, -1)[:, :, 1:].flatten(0, 2)
     labels = tokens.gather(1, places.flatten(1)).view(batch, count, size)[:, :, 1:]
     shape = (batch, count, size - 1, -1)
-    return BlockBatch(linear(masked, target.head).view(shape), labels, teacher_logits.view(shape))
+    with torch.no_grad():  # the target's distribution at a slot stands at the row before it
+        sequence = torch.arange(batch, device=device).view(-1, 1, 1)
+        rows = (sequence * length + places[:, :, :-1]).flatten()
+        teacher = target.logits(lesson.hidden.flatten(0, 1).to(dtype), rows)
+    return BlockBatch(linear(masked, target.head).view(shape), labels, teacher.view(shape))
 
 
 def block_loss(blocks: BlockBatch, gamma: float, distil: float) -> Tensor:
     """Cross-entropy with the tokens and with the target's distribution, slot k weighing
     exp(-(k - 1) / gamma), normalised by the weights' sum.
     """
-    batch, count, slots, vocab = blocks.logits.shape
-    logits = blocks.logits.reshape(-1, vocab)
-    hard = cross_entropy(logits, blocks.labels.flatten(), reduction="none")
-    soft = cross_entropy(
-        logits, torch.softmax(blocks.teacher.reshape(-1, vocab), -1), reduction="none"
-    )
-    steps = torch.arange(slots, device=logits.device, dtype=torch.float32)
-    weights = torch.exp(-steps / gamma)
-    losses = ((1.0 - distil) * hard + distil * soft).view(batch * count, slots)
-    return (losses * weights).sum() / (weights.sum() * batch * count)
+    log_probs = torch.log_softmax(blocks.logits, -1)
+    hard = -log_probs.gather(-1, blocks.labels.unsqueeze(-1)).squeeze(-1)
+    soft = -(torch.softmax(blocks.teacher, -1) * log_probs).sum(-1)
+    slots = blocks.labels.shape[-1]
+    weights = torch.exp(-torch.arange(slots, device=hard.device) / gamma)
+    losses = (1.0 - distil) * hard + distil * soft
+    return (losses * weights).sum() / (weights.sum() * blocks.labels[..., 0].numel())
 
 
 def right_guesses(blocks: BlockBatch) -> Tensor:

@@ -19,16 +19,18 @@ from kdtree_engine.drafter.load import build_drafter, drafter_tensors
 from kdtree_engine.engine.build import open_tokenizer, resolve_device, stop_ids
 from kdtree_engine.errors import OptionError
 from kdtree_engine.log import progress
-from kdtree_engine.model import load_target
-from kdtree_engine.training.blocks import block_loss, right_guesses, run_blocks
-from kdtree_engine.training.data import Windows, read_tokens
+from kdtree_engine.model import Kimi, load_target
+from kdtree_engine.training.blocks import BlockBatch, block_loss, right_guesses, run_blocks
+from kdtree_engine.training.data import read_tokens
+from kdtree_engine.training.lessons import Lesson, Lessons
 from kdtree_engine.training.new_drafter import drafter_config, random_weights
 from kdtree_engine.training.options import TrainOptions, TrainReport
 from kdtree_engine.training.teacher import Teacher
 
 log = logging.getLogger(__name__)
 
-HELD_BATCHES = 16
+_CPU_LESSONS = 1 << 30  # bytes of kept hidden states
+_CUDA_LESSONS_SHARE = 0.5  # of free memory
 
 
 def train_drafter(
@@ -51,13 +53,16 @@ def train_drafter(
     tokenizer = open_tokenizer(model)
     end = min(stop_ids(checkpoint.config, tokenizer), default=None)
     tokens = read_tokens(data, tokenizer, checkpoint.config.vocab_size, end)
-    windows = Windows(tokens, options.length, options.batch, device, options.seed)
     target = load_target(checkpoint, torch.float32, device)
     weights = random_weights(config, options.seed)
     student = build_drafter(config, weights, torch.float32, device)
     teacher = Teacher(target, options.batch, options.length, config.tap_layers)
-    trainer = Trainer(student, teacher, windows, options)
-    report = trainer.run()
+    capacity = _CPU_LESSONS
+    if device.type == "cuda":
+        capacity = int(torch.cuda.mem_get_info(device)[0] * _CUDA_LESSONS_SHARE)
+    report = Trainer(
+        student, target, Lessons(tokens, teacher, capacity, options.seed), options
+    ).run()
     write_model(
         out,
         settings,
@@ -73,9 +78,9 @@ class Trainer:
     """One run: AdamW, warm-up, constant rate, then decay to zero; clipped gradients."""
 
     def __init__(
-        self, student: DFlashModel, teacher: Teacher, windows: Windows, options: TrainOptions
+        self, student: DFlashModel, target: Kimi, lessons: Lessons, options: TrainOptions
     ) -> None:
-        self.student, self.teacher, self.windows, self.options = student, teacher, windows, options
+        self.student, self.target, self.lessons, self.options = student, target, lessons, options
         self.parameters = [tensor.requires_grad_() for tensor in student.parameters()]
         self.random = torch.Generator().manual_seed(options.seed)
         decayed = [tensor for tensor in self.parameters if tensor.dim() > 1]
@@ -87,11 +92,14 @@ class Trainer:
             ],
             lr=options.learning_rate,
             betas=(0.9, 0.95),
+            fused=target.device.type == "cuda",
         )
 
     def run(self) -> TrainReport:
         """Train to the last step or second, then measure."""
-        options, begun = self.options, time.monotonic()
+        options = self.options
+        self.lessons.fill()
+        begun = time.monotonic()
         loss, step = math.nan, 0
         running: Tensor | None = None
         with progress("training", options.steps) as meter:
@@ -127,10 +135,7 @@ class Trainer:
         options = self.options
         for group in self.optimiser.param_groups:
             group["lr"] = options.learning_rate * self.rate(done)
-        tokens = self.windows.next()
-        blocks = run_blocks(
-            self.student, self.teacher.target, self.teacher, tokens, self.anchors(tokens.device)
-        )
+        blocks = self.blocks(self.lessons.next())
         loss = block_loss(blocks, options.gamma, options.distil)
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -150,22 +155,16 @@ class Trainer:
         shape = (options.batch, options.anchors)
         return torch.randint(most + 1, shape, generator=self.random).to(device)
 
+    def blocks(self, lesson: Lesson) -> BlockBatch:
+        """Blocks at random anchors of a lesson."""
+        anchors = self.anchors(lesson.tokens.device)
+        return run_blocks(self.student, self.target, lesson, anchors)
+
     @torch.no_grad()
     def measure(self) -> tuple[list[float], float]:
-        """Right first guesses per slot and tokens per chain step, on held-out windows."""
+        """Right first guesses per slot and tokens per chain step, on held-out sequences."""
         right = torch.cat(
-            [
-                right_guesses(
-                    run_blocks(
-                        self.student,
-                        self.teacher.target,
-                        self.teacher,
-                        tokens,
-                        self.anchors(tokens.device),
-                    )
-                )
-                for tokens in self.windows.held(HELD_BATCHES)
-            ]
+            [right_guesses(self.blocks(lesson)) for lesson in self.lessons.held()]
         ).float()
         chain = 1.0 + float(torch.cumprod(right, 1).sum(1).mean())
         return [float(share) for share in right.mean(0)], chain

@@ -1,4 +1,4 @@
-"""The frozen target as a teacher: taps and logits of whole sequences, by the inference forward."""
+"""The frozen target as a teacher: hidden states of whole sequences, by the inference forward."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from kdtree_engine.cache import CacheLayout, allocate_pool, pages_for
 from kdtree_engine.config import PAGE_SIZE
 from kdtree_engine.model import Kimi
 from kdtree_engine.types import Span, StepInputs
+
+KEPT = torch.bfloat16
+"""Hidden states are kept for many passes, so in half the memory."""
 
 
 class Teacher:
@@ -34,15 +37,21 @@ class Teacher:
         self.slots = (starts + offsets).flatten()
         self.positions = offsets.repeat(batch)
 
-    @torch.no_grad()
-    def run(self, tokens: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Taps [batch, length, n * H] of tokens [batch, length], and logits [L, V] of `rows` [L].
+    @property
+    def bytes_per_sequence(self) -> int:
+        """Memory of what `run` returns for one sequence."""
+        kept = (len(self.tap_layers) + 1) * self.target.config.hidden_size
+        return self.length * (kept * KEPT.itemsize + 8)
 
-        Rows count through the flattened batch.
-        """
-        layout = self.pool.layout
-        inputs = StepInputs(tokens.flatten(), self.positions, self.slots, self.spans, rows)
+    @torch.no_grad()
+    def run(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """For tokens [batch, length]: tokens, taps [.., n * H] and last hidden [.., H] in KEPT."""
+        layout, last = self.pool.layout, self.target.config.num_layers - 1
+        none = self.slots[:0]
+        inputs = StepInputs(tokens.flatten(), self.positions, self.slots, self.spans, none)
         reserved = (layout.null_slot, layout.spill_slot)
-        out = self.target.forward(inputs, self.pool.latents, reserved, self.tap_layers)
+        out = self.target.forward(inputs, self.pool.latents, reserved, (*self.tap_layers, last))
         assert out.taps is not None
-        return out.taps.view(self.batch, self.length, -1), out.logits
+        kept = out.taps.to(KEPT).view(self.batch, self.length, -1)
+        width = self.target.config.hidden_size
+        return tokens, kept[..., :-width], kept[..., -width:]

@@ -55,7 +55,7 @@ def _group_rows(experts: Tensor, count: int) -> tuple[Tensor | None, Tensor, Ten
     """
     flat = experts.cpu().numpy().ravel()
     loads = np.bincount(flat, minlength=count)
-    order = np.argsort(flat, kind="stable")
+    order = np.argsort(flat.astype(np.int16), kind="stable")  # a radix sort at 16 bits
     size = padded_rows(int(loads.max()), experts.device)
     busy = np.flatnonzero(loads)
     few = 2 * len(busy) <= count  # copy few experts' weights together rather than run all of them
