@@ -143,6 +143,7 @@ SIGNATURE = (96, 40, torch.float32, False)
 def fresh_rules(monkeypatch: pytest.MonkeyPatch) -> dict:
     rules: dict = {}
     monkeypatch.setattr(probe, "_rules", rules)
+    monkeypatch.setattr(probe, "_padded", {})
     return rules
 
 

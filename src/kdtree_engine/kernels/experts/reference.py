@@ -16,6 +16,8 @@ from torch import Tensor
 from kdtree_engine.kernels.matmul import padded_rows, row_bmm
 from kdtree_engine.kernels.swiglu import swiglu
 
+_FEW_CHOICES = 256  # rows times experts a row
+
 
 @dataclass(frozen=True, eq=False)
 class ExpertWeights:
@@ -25,53 +27,99 @@ class ExpertWeights:
     down: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class _Groups:
+    """Rows by expert, in groups of one size.
+
+    experts: the experts to run, rising; None for all. rows: [groups * size] int64, filled up with
+    row 0. places: [R * k] int64, where each choice's result lies in the flattened groups.
+    """
+
+    experts: list[int] | None
+    rows: Tensor
+    places: Tensor
+    size: int
+
+
 def routed_experts(x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Tensor:
     """x [R, H], experts [R, k] int64, weights [R, k] float32 -> float32 [R, H].
 
     The k contributions are added in the order given, in float32.
     """
-    rows, top_k = experts.shape
-    hit, groups, places = _group_rows(experts, layer.gate_up.shape[0])
-    gate_up, down = layer.gate_up, layer.down
-    if hit is not None:
-        gate_up, down = gate_up.index_select(0, hit), down.index_select(0, hit)
-    size = groups.shape[1]
-    gathered = x.index_select(0, groups.flatten()).view(-1, size, x.shape[1])  # [E', size, H]
-    out = row_bmm(swiglu(row_bmm(gathered, gate_up)), down)
-    chosen = out.view(-1, x.shape[1]).index_select(0, places).view(rows, top_k, -1)
-    scaled = chosen.float() * weights.unsqueeze(-1)
-    total = scaled[:, 0]
-    for column in range(1, top_k):
-        total = total + scaled[:, column]
-    return total
+    count, width = layer.gate_up.shape[0], x.shape[1]
+    if experts.numel() <= _FEW_CHOICES:
+        groups = _group_few(experts, count)
+    else:
+        groups = _group_many(experts, count)
+    gathered = x.index_select(0, groups.rows).view(-1, groups.size, width)  # [groups, size, H]
+    inner = swiglu(_products(gathered, layer.gate_up, groups.experts))
+    out = _products(inner, layer.down, groups.experts)
+    chosen = out.view(-1, width).index_select(0, groups.places).view(*experts.shape, width)
+    first, *rest = (chosen.float() * weights.unsqueeze(-1)).unbind(1)
+    for contribution in rest:
+        first = first + contribution
+    return first
 
 
-def _group_rows(experts: Tensor, count: int) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Equal groups of rows by expert.
+def _products(x: Tensor, weights: Tensor, experts: list[int] | None) -> Tensor:
+    """Each group of x [groups, size, K] times its expert's weights [E, K, N].
 
-    Returns the experts to run (None: all of them), their rows [E', size] (filled up with row 0),
-    and for each of the R k choices its place in the flattened groups. Small integer work, done in
-    NumPy, whose calls cost a fraction of torch's.
+    Few experts are taken two at a time: any two are a strided view, so nothing is copied.
     """
+    if experts is None:
+        return row_bmm(x, weights)
+    parts = []
+    for index in range(0, len(experts), 2):
+        first, last = experts[index], experts[index : index + 2][-1]
+        pair = weights[first : last + 1 : max(1, last - first)]
+        parts.append(row_bmm(x[index : index + 2], pair))
+    return torch.cat(parts)
+
+
+def _group_few(experts: Tensor, count: int) -> _Groups:
+    """For a decode step's handful of rows, plain Python is faster than any array library."""
+    members: dict[int, list[int]] = {}
+    choices = [
+        (expert, row, members.setdefault(expert, []))
+        for row, chosen in enumerate(experts.tolist())
+        for expert in chosen
+    ]
+    ranks = []
+    for _, row, rows in choices:
+        ranks.append(len(rows))
+        rows.append(row)
+    size = padded_rows(max(map(len, members.values())), experts.device)
+    few = 2 * len(members) <= count
+    busy = sorted(members) if few else list(range(count))
+    start = {expert: index * size for index, expert in enumerate(busy)}
+    rows = []
+    for expert in busy:
+        own = members.get(expert, [])
+        rows += own + [0] * (size - len(own))
+    places = [start[expert] + rank for (expert, _, _), rank in zip(choices, ranks, strict=True)]
+    device = experts.device
+    return _Groups(
+        busy if few else None,
+        torch.tensor(rows, device=device),
+        torch.tensor(places, device=device),
+        size,
+    )
+
+
+def _group_many(experts: Tensor, count: int) -> _Groups:
+    """The same for a prompt's rows, in NumPy."""
     flat = experts.cpu().numpy().ravel()
     loads = np.bincount(flat, minlength=count)
     order = np.argsort(flat.astype(np.int16), kind="stable")  # a radix sort at 16 bits
     size = padded_rows(int(loads.max()), experts.device)
-    busy = np.flatnonzero(loads)
-    few = 2 * len(busy) <= count  # copy few experts' weights together rather than run all of them
-    group_of = np.arange(count)
-    if few:
-        group_of[busy] = np.arange(len(busy))
     sorted_experts = flat[order]
     rank = np.arange(len(flat)) - (np.cumsum(loads) - loads)[sorted_experts]
-    slots = group_of[sorted_experts] * size + rank
-    groups = np.zeros((len(busy) if few else count) * size, dtype=np.int64)
-    groups[slots] = order // experts.shape[1]
+    slots = sorted_experts * size + rank
+    rows = np.zeros(count * size, dtype=np.int64)
+    rows[slots] = order // experts.shape[1]
     places = np.empty(len(flat), dtype=np.int64)
     places[order] = slots
-    hit = torch.from_numpy(busy).to(experts.device) if few else None
-    return (
-        hit,
-        torch.from_numpy(groups).to(experts.device).view(-1, size),
-        torch.from_numpy(places).to(experts.device),
+    device = experts.device
+    return _Groups(
+        None, torch.from_numpy(rows).to(device), torch.from_numpy(places).to(device), size
     )

@@ -47,6 +47,7 @@ _SINGLE = RowRule(2, 1, block=1)  # every row alone, beside one row of zeros: sl
 _NATURAL = RowRule(1, 1)
 
 _rules: dict[Signature, RowRule] = {}
+_padded: dict[tuple[int, int], int] = {}  # (rules found, rows) -> what they all allow
 _contract = True
 
 
@@ -67,7 +68,12 @@ def padded_rows(count: int, device: torch.device) -> int:
     """
     if device.type != "cpu" or not _contract:
         return count
-    return max((rule.rows(count) for rule in _rules.values()), default=max(4, count))
+    key = (len(_rules), count)
+    padded = _padded.get(key)
+    if padded is None:
+        needs = (rule.rows(count) for rule in _rules.values())
+        padded = _padded[key] = max(needs, default=max(4, count))
+    return padded
 
 
 @contextmanager

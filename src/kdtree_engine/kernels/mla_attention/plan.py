@@ -36,6 +36,18 @@ class SpanPlan:
     tail: Tensor | None = None
     tail_hidden: Tensor | None = None
 
+    def rows(self, first: int, end: int) -> SpanPlan:
+        """The plan of rows first..end-1 of this span."""
+        cut = slice(first, end)
+        return SpanPlan(
+            self.first + first,
+            end - first,
+            self.shared,
+            None if self.shared_hidden is None else self.shared_hidden[:, cut],
+            None if self.tail is None else self.tail[cut],
+            None if self.tail_hidden is None else self.tail_hidden[cut],
+        )
+
 
 @dataclass(frozen=True)
 class AttentionPlan:

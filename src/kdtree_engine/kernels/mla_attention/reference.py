@@ -8,6 +8,7 @@ tile of masked keys adds exactly 0, so neither the length of the run nor the row
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from kdtree_engine.kernels.matmul import row_bmm
 from kdtree_engine.kernels.mla_attention.plan import TILE, AttentionPlan, SpanPlan
+from kdtree_engine.kernels.scalar import scalar
 
 BLOCK_TILES = 8
 _MOST_SCORES = 1 << 23  # float32 scores of one pass: bounds memory, cuts rows only
@@ -39,18 +41,18 @@ def mla_attention(
 
 def _span(query: Tensor, flat: Tensor, span: SpanPlan, scale: float, value_dim: int) -> Tensor:
     """All rows of one request, as many at a time as memory allows."""
-    rows = query[span.first : span.first + span.count].float() * scale
+    rows = query[span.first : span.first + span.count].float() * scalar(scale)
     shared = flat.index_select(0, span.shared).float().view(-1, TILE, flat.shape[1])
-    step = max(1, _MOST_SCORES // (rows.shape[1] * max(1, span.shared.shape[0])))
+    most = max(1, _MOST_SCORES // (rows.shape[1] * max(1, span.shared.shape[0])))
     parts = []
-    for first in range(0, span.count, step):
-        cut = slice(first, first + step)
+    for first in range(0, span.count, most):
+        cut = span if span.count <= most else span.rows(first, min(first + most, span.count))
+        own = rows if cut is span else rows[first : first + cut.count]
         tiles = []
         if shared.shape[0]:
-            hidden = None if span.shared_hidden is None else span.shared_hidden[:, cut]
-            tiles.append(_shared_tiles(rows[cut], shared, hidden))
-        if span.tail is not None and span.tail_hidden is not None:
-            tiles.append(_tail_tiles(rows[cut], flat, span.tail[cut], span.tail_hidden[cut]))
+            tiles.append(_shared_tiles(own, shared, cut.shared_hidden))
+        if cut.tail is not None and cut.tail_hidden is not None:
+            tiles.append(_tail_tiles(own, flat, cut.tail, cut.tail_hidden))
         parts.append(_softmax_values(tiles, value_dim))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -67,13 +69,15 @@ class _Tiles:
     private: bool
 
     def highest(self) -> Tensor:
-        """[n, heads], exact in any order."""
-        return self.scores.amax((1, 3) if self.private else (0, 3))
+        """Each row's largest score, [1, n, heads, 1]; exact in any order."""
+        if self.private:
+            return self.scores.amax((1, 3), keepdim=True).transpose(0, 1)
+        return self.scores.amax((0, 3), keepdim=True)
 
     def sums(self, highest: Tensor, value_dim: int) -> Tensor:
         """Per tile, sums of exp(s - m) v and of exp(s - m): [T, n, heads, value_dim + 1]."""
-        shift = highest.unsqueeze(1) if self.private else highest
-        weights = torch.exp(self.scores - shift.unsqueeze(-1))
+        shift = highest.transpose(0, 1) if self.private else highest
+        weights = torch.exp(self.scores - shift)
         values = row_bmm(weights.view(self.keys.shape[0], -1, TILE), self.keys[..., :value_dim])
         values = values.view(*weights.shape[:3], value_dim)
         both = torch.cat((values, weights.sum(-1, keepdim=True)), -1)
@@ -107,7 +111,8 @@ def _softmax_values(tiles: list[_Tiles], value_dim: int) -> Tensor:
         highest = torch.maximum(highest, more.highest())
     sums = [part.sums(highest, value_dim) for part in tiles]
     total = fold_tiles(sums[0] if len(sums) == 1 else torch.cat(sums))
-    return total[..., :value_dim] / total[..., value_dim:]
+    values, mass = torch.split(total, [value_dim, 1], -1)
+    return values / mass
 
 
 def fold_tiles(sums: Tensor) -> Tensor:
@@ -116,16 +121,14 @@ def fold_tiles(sums: Tensor) -> Tensor:
     blocks: list[Tensor] = []
     if whole:
         grouped = sums[:whole].view(-1, BLOCK_TILES, *sums.shape[1:])
-        block = grouped[:, 0]
-        for tile in range(1, BLOCK_TILES):
-            block = block + grouped[:, tile]
-        blocks.extend(block.unbind(0))
+        blocks += _add_in_order(grouped.unbind(1)).unbind(0)
     if whole < sums.shape[0]:
-        block = sums[whole]
-        for tile in range(whole + 1, sums.shape[0]):
-            block = block + sums[tile]
-        blocks.append(block)
-    total = blocks[0]
-    for block in blocks[1:]:
-        total = total + block
+        blocks.append(_add_in_order(sums[whole:].unbind(0)))
+    return _add_in_order(blocks)
+
+
+def _add_in_order(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
     return total

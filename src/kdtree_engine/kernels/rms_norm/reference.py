@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kdtree_engine.kernels.scalar import scalar
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension of x [..., D]; weight [D]; result in x's dtype.
@@ -14,5 +16,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     vector library, which rounds one value in five otherwise.
     """
     wide = x.float()
-    scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    mean = (wide * wide).sum(-1, keepdim=True) * scalar(1.0 / x.shape[-1])
+    scale = torch.rsqrt(mean + scalar(eps))
     return (wide * scale).to(x.dtype) * weight

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kdtree_engine.kernels.scalar import scalar
+
 
 @dataclass(frozen=True)
 class RouterSettings:
@@ -26,18 +28,16 @@ def route(logits: Tensor, bias: Tensor, settings: RouterSettings) -> tuple[Tenso
     Weights come from the scores without the bias; they are renormalised (if asked) and scaled once.
     Returned in the router's order of choice, which is the order in which outputs are added.
     """
-    scores = 1.0 / (1.0 + torch.exp(-logits))
+    one = scalar(1.0)
+    scores = one / (torch.exp(-logits) + one)
     choice = scores + bias
     if settings.groups > 1:
         choice = _keep_top_groups(choice, settings)
     experts = choice.topk(settings.top_k, dim=-1).indices
     weights = scores.gather(1, experts)
     if settings.normalise:
-        total = weights[:, 0]
-        for column in range(1, settings.top_k):  # one order of addition for every row count
-            total = total + weights[:, column]
-        weights = weights / (total + 1e-20).unsqueeze(1)
-    return experts, weights * settings.scale
+        weights = weights / (weights.sum(1, keepdim=True) + scalar(1e-20))
+    return experts, weights * scalar(settings.scale)
 
 
 def _keep_top_groups(choice: Tensor, settings: RouterSettings) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kdtree_engine.kernels.scalar import scalar
+
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """[..., 2 I] -> [..., I] in the same dtype, computed in float32.
@@ -14,4 +16,4 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """
     gate, up = gate_up.chunk(2, -1)
     wide = gate.float()
-    return (wide / (torch.exp(-wide) + 1.0) * up.float()).to(gate_up.dtype)
+    return (wide / (torch.exp(-wide) + scalar(1.0)) * up.float()).to(gate_up.dtype)
