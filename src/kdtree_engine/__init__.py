@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .engine.llm import LLM
-    from .engine.request import SamplingParams
+    from kdtree_engine.engine.llm import LLM
+    from kdtree_engine.engine.request import SamplingParams
 
 __all__ = ["LLM", "SamplingParams"]
 

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 
 PAGE_SIZE = 64
-"""Tokens in one cache page; also the width of an attention tile (DESIGN.md, the contract)."""
+"""Tokens in one cache page; also the width of an attention tile (docs/exactness.md)."""
 
 MAX_ROWS_PER_REQUEST = 64
 """Rows of one request in one decode step: the root and 63 nodes, so one 64-bit word holds
@@ -107,7 +107,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """Shape of a DFlash drafter in z-lab's layout (speculation.md section 2)."""
+    """Shape of a DFlash drafter in z-lab's layout (docs/checkpoints.md)."""
 
     hidden_size: int
     intermediate_size: int

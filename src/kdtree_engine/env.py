@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .errors import OptionError
+from kdtree_engine.errors import OptionError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_THREADS = 1024

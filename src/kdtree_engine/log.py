@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from .env import read_environment
+from kdtree_engine.env import read_environment
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress

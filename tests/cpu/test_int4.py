@@ -46,7 +46,7 @@ def test_unpack_undoes_pack(shape: tuple[int, int]) -> None:
 
 
 def test_dequantise_rounds_the_product_once() -> None:
-    """One element at a time, as checkpoints.md 3.2 writes it; the rounding must matter."""
+    """One element at a time, as docs/checkpoints.md writes it; the rounding must matter."""
     q, scale = integers(4, 64), torch.tensor([[0.0123, 0.31], [1e-3, 7.7], [3e-5, 1.0], [2.5, 9.0]])
     weight = Int4Tensor(pack(q), scale.to(torch.bfloat16))
     got, exact = dequantise(weight), torch.empty(4, 64, dtype=torch.float64)

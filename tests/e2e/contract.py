@@ -1,5 +1,5 @@
 """The exactness contract as a test: whatever the engine does beside it, a token's logits are those
-of plain decoding, to the bit (DESIGN.md, the contract; docs/exactness.md).
+of plain decoding, to the bit (docs/exactness.md).
 
 A **case** is one point of the axes below: an engine, and up to four requests that join it at
 different steps. Its truth is plain decoding: no drafts, one request alone, prompt chunks of 512,

@@ -1,8 +1,7 @@
 """Speculation never shows in the text, and its state never leaks: public failures replayed.
 
-Numbers are those of reference/speculation.md, section 7. Others of the list are where their matter
-is: 1, 2, 4 and 18 in test_dflash.py, 16 in test_engine_requests.py, 17 and 19 also in
-cpu/test_drafters.py.
+Numbers are those of the list in docs/log.md. Others of that list are where their matter is: 1, 2, 4
+and 18 in test_dflash.py, 16 in test_engine_requests.py, 17 and 19 also in cpu/test_drafters.py.
 """
 
 from __future__ import annotations

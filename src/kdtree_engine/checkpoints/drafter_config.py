@@ -1,7 +1,8 @@
 """config.json of a DFlash drafter in z-lab's layout to a DrafterConfig, and its fit to a target.
 
-Fields as in reference/speculation.md 2.2. What would change the draft's arithmetic and is not
-implemented (DFlash 2, logit caps) is refused, since it would quietly cost acceptance.
+Fields as z-lab's DFlash checkpoints have them (docs/checkpoints.md). What would change the draft's
+arithmetic and is not implemented (DFlash 2, logit caps) is refused, since it would quietly cost
+acceptance.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """config.json and generation_config.json of a target to a ModelConfig.
 
 One row of FAMILIES per architecture: further members of the family are further rows. Values that
-merely look like constants of the family (eps, beta_fast) are read too (reference/checkpoints.md 1).
+merely look like constants of the family (eps, beta_fast) are read too (docs/checkpoints.md).
 """
 
 from __future__ import annotations

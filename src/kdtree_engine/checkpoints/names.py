@@ -1,7 +1,7 @@
 """The tensors that a folder must hold, by canonical name: shapes and dtypes from the config.
 
 Canonical names are DeepSeek-V3's (`model.layers.0...`), without the `language_model.` of K2.5 and
-K2.6. Shapes are [out, in] for linear weights (reference/checkpoints.md 2.2).
+K2.6. Shapes are [out, in] for linear weights (docs/checkpoints.md).
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorSpec]:
 
 
 def drafter_tensors(config: DrafterConfig) -> dict[str, TensorSpec]:
-    """Tensors of a DFlash drafter in z-lab's layout, without `model.` (speculation.md 2.3)."""
+    """Tensors of a DFlash drafter in z-lab's layout, without `model.` (docs/checkpoints.md)."""
     hidden, dim = config.hidden_size, config.head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, len(config.tap_layers) * hidden),

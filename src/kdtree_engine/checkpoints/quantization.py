@@ -1,7 +1,7 @@
 """Which form the weights of a module have, and which quantizations a config.json may declare.
 
 Only routed experts are quantised in this family. A config says that INT4 is to be expected; which
-module has which form is decided by the tensors that exist (reference/checkpoints.md 3.1).
+module has which form is decided by the tensors that exist (docs/checkpoints.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""config.json objects of small models in the published formats (checkpoints.md 1 and 9)."""
+"""config.json objects of small models in the published formats (docs/checkpoints.md)."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def generation_template(family: str, dims: Dims) -> Json:
 
 
 def drafter_template(dims: Dims, theta: float = 50000.0) -> Json:
-    """config.json of a DFlash drafter in z-lab's layout (reference/speculation.md 2.2)."""
+    """config.json of a DFlash drafter in z-lab's layout (docs/checkpoints.md)."""
     layer_types = dims.drafter_layer_types or ("full_attention",) * dims.drafter_layers
     sliding = "sliding_attention" in layer_types
     return {

@@ -4,6 +4,6 @@ Nothing heavy is imported here or in the modules below before a command runs, so
 answers at once.
 """
 
-from .app import main, run
+from kdtree_engine.cli.app import main, run
 
 __all__ = ["main", "run"]

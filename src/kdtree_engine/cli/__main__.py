@@ -1,5 +1,5 @@
 """`python -m kdtree_engine.cli`, for environments whose scripts are not on the path."""
 
-from . import main
+from kdtree_engine.cli import main
 
 main()

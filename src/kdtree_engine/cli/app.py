@@ -11,11 +11,11 @@ from typing import NoReturn
 
 from cyclopts import App, CycloptsError
 
-from .. import log
-from ..errors import KDTreeError, OptionError
-from .generate import generate
-from .make_checkpoint import make_checkpoint
-from .train_drafter import train_drafter
+from kdtree_engine import log
+from kdtree_engine.cli.generate import generate
+from kdtree_engine.cli.make_checkpoint import make_checkpoint
+from kdtree_engine.cli.train_drafter import train_drafter
+from kdtree_engine.errors import KDTreeError, OptionError
 
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 

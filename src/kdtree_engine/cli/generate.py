@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
-from ..errors import KDTreeError, OptionError
-from ..log import progress
-from .threads import set_threads
+from kdtree_engine.cli.threads import set_threads
+from kdtree_engine.errors import KDTreeError, OptionError
+from kdtree_engine.log import progress
 
 if TYPE_CHECKING:
-    from ..engine.llm import LLM
-    from ..engine.request import RequestOutput, SamplingParams, StreamEvent
-    from .show_tree import TreePrinter
+    from kdtree_engine.cli.show_tree import TreePrinter
+    from kdtree_engine.engine.llm import LLM
+    from kdtree_engine.engine.request import RequestOutput, SamplingParams, StreamEvent
 
 
 PROMPT, SAMPLING, ENGINE, OUTPUT = (
@@ -107,7 +107,7 @@ def generate(model: str | None = None, /, *, options: GenerateOptions | None = N
 
 def open_engine(model: str | None, options: GenerateOptions, tree_nodes: int | str) -> LLM:
     """Load the model. Imports torch."""
-    from ..engine.llm import LLM
+    from kdtree_engine.engine.llm import LLM
 
     set_threads()
     return LLM(
@@ -122,7 +122,7 @@ def open_engine(model: str | None, options: GenerateOptions, tree_nodes: int | s
 
 
 def _sampling(options: GenerateOptions) -> SamplingParams:
-    from ..engine.request import SamplingParams
+    from kdtree_engine.engine.request import SamplingParams
 
     return SamplingParams(
         max_tokens=options.max_tokens,
@@ -234,7 +234,7 @@ class Speed:
 
 
 def _tree_printer(llm: LLM) -> TreePrinter:
-    from .show_tree import TreePrinter
+    from kdtree_engine.cli.show_tree import TreePrinter
 
     tokenizer = llm.tokenizer
     if tokenizer is None:

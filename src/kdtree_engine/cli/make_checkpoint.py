@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from ..errors import OptionError
+from kdtree_engine.errors import OptionError
 
 MAX_SEED = 2**63 - 1
 
@@ -37,7 +37,7 @@ def make_checkpoint(
     """
     if not 0 <= seed <= MAX_SEED:
         raise OptionError(f"--seed is {seed}: expected 0 to 2^63 - 1")
-    from ..checkpoints import write
+    from kdtree_engine.checkpoints import write
 
     write.make_checkpoint(out, family, seed, drafter)
     made = f"a random {family} checkpoint" + (" and its drafter" if drafter else "")

@@ -11,7 +11,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 if TYPE_CHECKING:
-    from ..engine.request import StepTrace
+    from kdtree_engine.engine.request import StepTrace
 
 # Marks carry what the colours say, for pipes and for terminals without them.
 ACCEPTED, REJECTED, BONUS = "●", "○", "→"

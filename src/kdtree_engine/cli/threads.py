@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..env import read_environment
+from kdtree_engine.env import read_environment
 
 
 def set_threads() -> None:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
-from .threads import set_threads
+from kdtree_engine.cli.threads import set_threads
 
 if TYPE_CHECKING:
-    from ..training import TrainReport
+    from kdtree_engine.training import TrainReport
 
 RUN, SHAPE, RECIPE = (
     Group(name, sort_key=place) for place, name in enumerate(("Run", "Drafter", "Recipe"))
@@ -71,7 +71,7 @@ def train_drafter(
     model
         The target's folder.
     """
-    from .. import training
+    from kdtree_engine import training
 
     set_threads()
     report = training.train_drafter(

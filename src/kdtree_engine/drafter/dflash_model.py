@@ -1,4 +1,4 @@
-"""The DFlash network (speculation.md 2.1): Qwen3-style layers over injected target states.
+"""The DFlash network (z-lab's, arXiv 2602.06036): Qwen3-style layers over injected target states.
 
 One pass over a block [root, MASK, ...] gives a distribution for every masked slot. Keys and values
 of the context depend on the target's taps alone, so they are computed once a token, at commit, and

@@ -74,7 +74,7 @@ def open_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def stop_ids(config: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The config's stop tokens and those that the vocabulary has by name (DECISIONS.md)."""
+    """The config's stop tokens and those that the vocabulary has by name."""
     named = {} if tokenizer is None else tokenizer.special_ids
     return frozenset(config.eos_token_ids) | {named[name] for name in STOP_NAMES if name in named}
 

@@ -115,7 +115,7 @@ class Engine:
             assert not rows[null : null + layer.shape[1]].any(), "the null page was written"
 
     def _watch(self, tokens: int) -> None:
-        """Warn once when a trained drafter hardly ever guesses right (speculation.md 7.20)."""
+        """Warn once when a trained drafter hardly ever guesses right."""
         if not self.drafter.trained or self.policy.nodes == 0 or self._warned:
             return
         self._watched_steps += 1

@@ -1,4 +1,4 @@
-"""Multi-head latent attention in absorbed form (arXiv 2405.04434; checkpoints.md 4.6)."""
+"""Multi-head latent attention in absorbed form (arXiv 2405.04434; docs/step.md)."""
 
 from __future__ import annotations
 

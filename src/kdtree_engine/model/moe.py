@@ -1,4 +1,6 @@
-"""Mixture of experts: router, routed experts, shared expert (checkpoints.md 4.3, 4.4)."""
+"""Mixture of experts as DeepSeek-V3 has it (arXiv 2412.19437): router, routed experts, shared
+expert.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Sampling: noise that follows seed and position, filters, draws."""
 
-from .filters import check_filters, keep_mask
-from .noise import draw_seed, gumbel, seed_word
-from .sample import Sampled, SamplingRows, sample
+from kdtree_engine.sampling.filters import check_filters, keep_mask
+from kdtree_engine.sampling.noise import draw_seed, gumbel, seed_word
+from kdtree_engine.sampling.sample import Sampled, SamplingRows, sample
 
 __all__ = [
     "Sampled",

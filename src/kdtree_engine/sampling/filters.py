@@ -15,8 +15,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..errors import OptionError
-from ..kernels.sample.reference import mass_limits, masses, scale, weigh
+from kdtree_engine.errors import OptionError
+from kdtree_engine.kernels.sample.reference import mass_limits, masses, scale, weigh
 
 
 def check_filters(temperature: float, top_k: int, top_p: float, min_p: float) -> None:

@@ -11,7 +11,7 @@ import secrets
 import torch
 from torch import Tensor
 
-from ..kernels.gumbel import gumbel as _gumbel
+from kdtree_engine.kernels.gumbel import gumbel as _gumbel
 
 
 def draw_seed() -> int:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.sample import Sampled
-from ..kernels.sample import sample as _sample
-from .noise import seed_word
+from kdtree_engine.kernels.sample import Sampled
+from kdtree_engine.kernels.sample import sample as _sample
+from kdtree_engine.sampling.noise import seed_word
 
 
 @dataclass(frozen=True, eq=False)

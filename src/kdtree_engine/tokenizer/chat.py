@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from ..errors import TokenizerError
-from . import typescript
-from .vocabulary import Tokenizer
+from kdtree_engine.errors import TokenizerError
+from kdtree_engine.tokenizer import typescript
+from kdtree_engine.tokenizer.vocabulary import Tokenizer
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..errors import TokenizerError
+from kdtree_engine.errors import TokenizerError
 
 Schema = Mapping[str, Any]
 

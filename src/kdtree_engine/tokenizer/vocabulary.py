@@ -18,7 +18,7 @@ from typing import Any
 
 import tiktoken
 
-from ..errors import TokenizerError
+from kdtree_engine.errors import TokenizerError
 
 SPECIAL_SLOTS = 256
 RANKS_FILE = "tiktoken.model"

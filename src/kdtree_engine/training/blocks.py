@@ -1,4 +1,4 @@
-"""Draft blocks at random anchors of a sequence, and their loss (speculation.md section 8)."""
+"""Draft blocks at random anchors of a sequence, and their loss (DFlash, arXiv 2602.06036)."""
 
 from __future__ import annotations
 

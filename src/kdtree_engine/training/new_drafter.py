@@ -15,8 +15,8 @@ from kdtree_engine.training.options import TrainOptions
 
 
 def drafter_config(target: ModelConfig, options: TrainOptions) -> dict[str, Any]:
-    """config.json (speculation.md 2.2). The mask token is the vocabulary's last but one slot, as in
-    the Kimi drafters; RoPE is plain with the target's theta.
+    """config.json (docs/checkpoints.md). The mask token is the vocabulary's last but one slot, as
+    in the Kimi drafters; RoPE is plain with the target's theta.
     """
     heads = options.heads or max(1, target.hidden_size // options.head_dim)
     kv_heads = options.kv_heads or max(1, heads // 2)

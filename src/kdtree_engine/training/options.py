@@ -10,7 +10,7 @@ from kdtree_engine.errors import OptionError
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Shape of the new drafter and the recipe (speculation.md section 8).
+    """Shape of the new drafter and the recipe (DFlash, arXiv 2602.06036).
 
     steps or seconds, whichever ends first (0 seconds: steps alone). heads None: the target's
     hidden width over head_dim. A step sees `batch` sequences of `length` tokens with `anchors`

@@ -1,10 +1,10 @@
 """Draft trees: build one, see its masks, walk it, value it."""
 
-from ..types import AcceptedPath, DraftBlock, DraftTree
-from .accept import accept
-from .build import build_tree, chain_tree
-from .mask import ancestor_bits
-from .objective import expected_by_budget, expected_tokens
+from kdtree_engine.tree.accept import accept
+from kdtree_engine.tree.build import build_tree, chain_tree
+from kdtree_engine.tree.mask import ancestor_bits
+from kdtree_engine.tree.objective import expected_by_budget, expected_tokens
+from kdtree_engine.types import AcceptedPath, DraftBlock, DraftTree
 
 __all__ = [
     "AcceptedPath",

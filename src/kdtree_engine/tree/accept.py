@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.tree_accept import tree_accept
-from ..types import AcceptedPath, DraftTree
+from kdtree_engine.kernels.tree_accept import tree_accept
+from kdtree_engine.types import AcceptedPath, DraftTree
 
 
 def accept(tree: DraftTree, picks: Tensor) -> AcceptedPath:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import OptionError
-from ..kernels.tree_build import tree_build
-from ..types import DraftBlock, DraftTree
+from kdtree_engine.errors import OptionError
+from kdtree_engine.kernels.tree_build import tree_build
+from kdtree_engine.types import DraftBlock, DraftTree
 
 
 def build_tree(log_probs: Tensor, tokens: Tensor, budget: int) -> DraftTree:

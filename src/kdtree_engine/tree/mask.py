@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.tree_mask import tree_mask
-from ..types import DraftTree
+from kdtree_engine.kernels.tree_mask import tree_mask
+from kdtree_engine.types import DraftTree
 
 
 def ancestor_bits(trees: Sequence[DraftTree], rows: int) -> Tensor:

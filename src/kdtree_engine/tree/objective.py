@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..types import DraftTree
+from kdtree_engine.types import DraftTree
 
 
 def expected_by_budget(tree: DraftTree) -> Tensor:

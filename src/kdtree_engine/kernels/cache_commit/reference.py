@@ -11,7 +11,7 @@ def commit_rows(layers: Sequence[Tensor], source: Tensor, destination: Tensor) -
     """In each of `layers` [pages, 64, ...], copy slots `source` [k] to slots `destination` [k].
 
     Slots are page * 64 + offset, int64. All rows of a layer are read before any is written, so that
-    overlapping moves are safe (speculation.md 1.5). Destinations are distinct.
+    overlapping moves are safe. Destinations are distinct.
     """
     for layer in layers:
         rows = layer.view(-1, *layer.shape[2:])

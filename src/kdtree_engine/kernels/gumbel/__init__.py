@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import reference
+from kdtree_engine.kernels.gumbel import reference
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Operator: INT4 weights of routed experts, packed, and the bf16 values they stand for.
 
-The layout is compressed-tensors' `pack-quantized` with groups of 32 (reference/checkpoints.md 3.2).
+The layout is compressed-tensors' `pack-quantized` with groups of 32 (docs/checkpoints.md).
 Matrix products that read the packed form are operators of their own.
 """
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import reference
+from kdtree_engine.kernels.int4 import reference
 
 GROUP = reference.GROUP
 """Neighbouring inputs that share one scale."""

@@ -1,4 +1,4 @@
-"""INT4 weights in PyTorch: any device, written to be read (reference/checkpoints.md, 3.2).
+"""INT4 weights in PyTorch: any device, written to be read (docs/checkpoints.md).
 
 A weight [out, in] is stored as whole numbers q in [-8, 7], eight to an int32 word along the input,
 the lowest nibble first, each as the unsigned value q + 8; every 32 inputs share one bf16 scale.

@@ -2,7 +2,7 @@
 
 On the CPU a BLAS picks its kernel by the number of rows, and some of those kernels round
 differently. `row_bmm` keeps every product inside the row counts that a probe on this machine found
-to agree bit for bit (see `probe`), which is how the CPU keeps the contract of DESIGN.md.
+to agree bit for bit (see `probe`), which is how the CPU keeps the contract of docs/exactness.md.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..gumbel import gumbel
+from kdtree_engine.kernels.gumbel import gumbel
 
 MASS_ONE = 2.0**44
 # As in kernels/gumbel: exp must take the same path for an element whatever the number of rows.

@@ -1,4 +1,4 @@
-"""Candidates of each drafted depth (speculation.md 1.1)."""
+"""Candidates of each drafted depth."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..tree_build import BuiltTrees, tree_build
-from ..tree_build import cases as tree_cases
+from kdtree_engine.kernels.tree_build import BuiltTrees, tree_build
+from kdtree_engine.kernels.tree_build import cases as tree_cases
 
 
 class Case(NamedTuple):

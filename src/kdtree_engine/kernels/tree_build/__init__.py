@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import reference
+from kdtree_engine.kernels.tree_build import reference
 
 
 class BuiltTrees(NamedTuple):

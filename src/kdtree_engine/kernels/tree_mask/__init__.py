@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import reference
+from kdtree_engine.kernels.tree_mask import reference
 
 MAX_ROWS = 64
 
