@@ -15,6 +15,7 @@ from kdtree_engine.checkpoints.write import make_checkpoint
 from kdtree_engine.drafter.base import DraftState
 from kdtree_engine.drafter.dflash import DFlashDrafter
 from kdtree_engine.errors import KDTreeError, OptionError
+from kdtree_engine.sampling import gumbel, seed_word
 from kdtree_engine.training import TrainOptions, train_drafter
 from kdtree_engine.training.blocks import BlockBatch, block_loss, run_blocks
 from kdtree_engine.training.data import read_tokens
@@ -213,3 +214,24 @@ def test_wrong_options(folder: Path, tmp_path: Path, change: dict, message: str)
     with pytest.raises(OptionError, match=message):
         train_drafter(folder, [tmp_path / "ids.npy"], tmp_path / "out", options)
     assert not (tmp_path / "out").exists()
+
+
+def test_drafts_foresee_the_noise_of_the_draw(llm: LLM) -> None:
+    """At a temperature the best candidate is the draw's own argmax, with its seed and positions."""
+    drafter, prefix = drafter_of(llm), [5]
+    pages = torch.zeros(1, dtype=torch.int64)
+
+    def candidates(temperature: float, seed: int) -> torch.Tensor:
+        state = DraftState(0, prefix, 0, pages, seed, temperature)
+        with torch.inference_mode():
+            [block] = drafter.propose([state], 160)
+        return torch.empty(7, 160).scatter_(1, block.tokens, block.log_probs)
+
+    marginals = candidates(0.0, 1)
+    for temperature, seed in ((1.0, 1), (0.5, -3)):
+        noise = gumbel(
+            torch.full((7,), seed_word(seed)), torch.arange(1, 8), 160
+        )  # the root stands at position 0
+        want = torch.log_softmax(marginals / temperature + noise, -1)
+        assert torch.allclose(candidates(temperature, seed), want, atol=1e-4)
+    assert torch.equal(candidates(0.0, 2), marginals)

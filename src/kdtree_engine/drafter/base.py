@@ -17,7 +17,8 @@ class DraftState:
     """A decoding request as its drafter sees it.
 
     request: its id. tokens: prompt and output so far, the root last. context: committed tokens, the
-    root's position. pages: [P] int64, the request's cache pages.
+    root's position. pages: [P] int64, the request's cache pages. seed, temperature: how its tokens
+    are drawn, so that a drafter may guess the draw and not only the distribution.
     """
 
     request: int
@@ -25,6 +26,7 @@ class DraftState:
     context: int
     pages: Tensor
     seed: int
+    temperature: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

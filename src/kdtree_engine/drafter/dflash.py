@@ -14,6 +14,7 @@ from kdtree_engine.drafter.dflash_model import BlockPositions, DFlashModel, Keys
 from kdtree_engine.kernels.linear import linear
 from kdtree_engine.kernels.top_k import top_log_probs
 from kdtree_engine.model import Kimi
+from kdtree_engine.sampling import gumbel, seed_word
 from kdtree_engine.types import DraftBlock
 
 
@@ -72,8 +73,22 @@ class DFlashDrafter:
         hidden = self.model.hidden(
             x, [self._gather(layer, slots) for layer in self.pool.draft], places
         )
-        log_probs, ids = top_log_probs(linear(hidden[0, 1:], self.target.head), candidates)
+        logits = self._foresee(linear(hidden[0, 1:], self.target.head).float(), state)
+        log_probs, ids = top_log_probs(logits, candidates)
         return DraftBlock(ids.cpu(), log_probs.cpu())
+
+    def _foresee(self, logits: Tensor, state: DraftState) -> Tensor:
+        """Logits [H, V] with the noise that the target's choice will see, where it draws.
+
+        The token at a position is the largest of logits / T + noise(seed, position), so the
+        drafter's best guess of it is found the same way; at T = 0 there is no noise.
+        """
+        if state.temperature == 0.0:
+            return logits
+        depths = torch.arange(1, logits.shape[0] + 1, device=logits.device)
+        seeds = torch.full_like(depths, seed_word(state.seed))
+        noise = gumbel(seeds, state.context + depths, logits.shape[1])
+        return logits / state.temperature + noise
 
     def _gather(self, layer: Tensor, slots: Tensor) -> KeysValues:
         rows = layer.view(-1, *layer.shape[2:]).index_select(0, slots)  # [S, 2, kv_heads, hd]

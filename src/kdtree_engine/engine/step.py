@@ -77,7 +77,10 @@ def draft(engine: Engine, work: Sequence[Work], watch: Stopwatch) -> list[DraftT
     """A tree for every decoding request, None for a piece of prompt."""
     decoding = [item.request for item in work if not item.chunk]
     states = [
-        DraftState(one.id, one.tokens, one.context, one.page_ids, one.seed) for one in decoding
+        DraftState(
+            one.id, one.tokens, one.context, one.page_ids, one.seed, one.params.temperature
+        )
+        for one in decoding
     ]
     blocks = engine.drafter.propose(states, engine.policy.nodes) if states else []
     watch.lap("draft")
