@@ -7,21 +7,32 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from kdtree_engine.cache import commit_paths, page_slots
-from kdtree_engine.drafter.base import DraftState, Observation
+from kdtree_engine.cache import CachePool, commit_paths, page_slots
+from kdtree_engine.drafter.base import Drafter, DraftState, Observation
 from kdtree_engine.engine.batch import Part, build_batch, sampling_rows
+from kdtree_engine.engine.policy import TreePolicy
 from kdtree_engine.engine.request import StepTrace
-from kdtree_engine.engine.scheduler import Work
+from kdtree_engine.engine.scheduler import Scheduler, Work
+from kdtree_engine.model import Kimi
 from kdtree_engine.sampling import Sampled, sample
 from kdtree_engine.tree import accept
 from kdtree_engine.types import DraftTree
 
-if TYPE_CHECKING:
-    from kdtree_engine.engine.loop import Engine
+
+class StepParts(Protocol):
+    """What a step works with; the engine is one."""
+
+    target: Kimi
+    drafter: Drafter
+    pool: CachePool
+    policy: TreePolicy
+    scheduler: Scheduler
+    device: torch.device
 
 
 class Stopwatch:
@@ -48,7 +59,7 @@ class StepResult:
     trace: StepTrace | None = None
 
 
-def run_step(engine: Engine) -> list[StepResult]:
+def run_step(engine: StepParts) -> list[StepResult]:
     """Advance every running request by one tree, or by one piece of its prompt."""
     work = engine.scheduler.schedule()
     if not work:
@@ -73,13 +84,11 @@ def run_step(engine: Engine) -> list[StepResult]:
     return results
 
 
-def draft(engine: Engine, work: Sequence[Work], watch: Stopwatch) -> list[DraftTree | None]:
+def draft(engine: StepParts, work: Sequence[Work], watch: Stopwatch) -> list[DraftTree | None]:
     """A tree for every decoding request, None for a piece of prompt."""
     decoding = [item.request for item in work if not item.chunk]
     states = [
-        DraftState(
-            one.id, one.tokens, one.context, one.page_ids, one.seed, one.params.temperature
-        )
+        DraftState(one.id, one.tokens, one.context, one.page_ids, one.seed, one.params.temperature)
         for one in decoding
     ]
     blocks = engine.drafter.propose(states, engine.policy.nodes) if states else []
@@ -118,7 +127,7 @@ def advance(part: Part, logits: Tensor, picks: Sampled) -> StepResult:
     return StepResult(part, kept, rows[: len(kept)], StepTrace(root, tree, path))
 
 
-def commit(engine: Engine, results: Sequence[StepResult], taps: Tensor | None) -> None:
+def commit(engine: StepParts, results: Sequence[StepResult], taps: Tensor | None) -> None:
     """Move accepted rows to their places, show them to the drafter, publish full pages."""
     source: list[int] = []
     destination: list[int] = []
