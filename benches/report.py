@@ -1,0 +1,102 @@
+"""The rows of benches/decode.py as text, and as the generated part of docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+BEGIN = "<!-- begin: written by benches/decode.py -->"
+END = "<!-- end -->"
+HEAD = (
+    "setting", "T", "tokens/step", "bytes/step", "distinct 4-grams", "tokens/s", "ms/step",
+    "x plain (low-high)",
+)  # fmt: skip
+Row = dict[str, Any]
+
+
+def last_run(path: Path) -> list[Row]:
+    """The rows that share the run of the file's last line."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if row["run"] == rows[-1]["run"]]
+
+
+def cells(row: Row) -> list[str]:
+    """One row of the table; figures that were not taken are dashes."""
+    ratio = row.get("speed_over_plain")
+    own = "tokens_per_step" in row
+    return [
+        row["row"],
+        f"{row['temperature']:g}",
+        f"{row['tokens_per_step']:.2f}" if own else "-",
+        f"{row['bytes_per_step']:.1f}" if own else "-",
+        f"{row['distinct_4grams']:.2f}" if own else "-",
+        f"{row['tokens_per_s']:.0f}" if ratio else "-",
+        f"{row['ms_per_step']:.2f}" if ratio else "-",
+        f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})" if ratio else "-",
+    ]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown, columns aligned, sorted by temperature."""
+    ordered = sorted(rows, key=lambda row: row["temperature"])
+    lines = [list(HEAD), *(cells(row) for row in ordered)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
+
+    def render(line: Sequence[str]) -> str:
+        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        return f"| {' | '.join(padded)} |"
+
+    rule = f"|{'|'.join('-' * (width + 2) for width in widths)}|"
+    return "\n".join([render(lines[0]), rule, *map(render, lines[1:])])
+
+
+def phase_table(rows: Sequence[Row]) -> str:
+    """Milliseconds a step per phase, of the rows whose engine has a stopwatch."""
+    timed = [row for row in rows if row.get("phases_ms_per_step")]
+    names = list(timed[0]["phases_ms_per_step"]) if timed else []
+    lines = [f"| setting | T | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
+    for row in sorted(timed, key=lambda row: row["temperature"]):
+        figures = " | ".join(f"{row['phases_ms_per_step'][name]:.2f}" for name in names)
+        lines.append(f"| {row['row']} | {row['temperature']:g} | {figures} |")
+    return "\n".join(lines)
+
+
+def hardware(row: Row) -> str:
+    """One paragraph: where, with what, how long."""
+    facts = row["environment"]
+    peer = facts.get("transformers_experts")
+    probe = ""
+    if peer:
+        found = ", ".join(f"{name} {ms:.1f}" for name, ms in peer["ms_per_token"].items())
+        probe = (
+            f" transformers' ways to run experts in a short probe, ms a token: {found}; its default"
+            f" is {peer['default']}, its attention {facts['transformers_attention']}."
+        )
+    dirty = " with uncommitted changes" if facts["dirty"] else ""
+    return (
+        f"{facts['date'][:16]}Z, {facts['cpu']}, {facts['cores']} cores, {facts['threads']} "
+        f"threads; Python {facts['python']}, torch {facts['torch']}, transformers "
+        f"{facts['transformers']}; commit {facts['commit'][:10]}{dirty}. Load average before "
+        f"{facts['load_before']}, after {facts['load_after']} (this bench alone makes about "
+        f"{facts['threads']}). {row['bench_seconds']:.0f} s in all.{probe}\n\n"
+        f"Acceptance over {row['prompts']} prompts, times over {row['timed_prompts']} of them; "
+        f"prompts of {row['prompt_tokens']} tokens, {row['new_tokens']} new ones, medians of "
+        f"{row['repeats']} repeats. The weights that one row reads are "
+        f"{row['weight_bytes'] / 1e6:.1f} MB; reading so much takes "
+        f"{row['floor_ms_per_step']:.2f} ms here, the floor of a step."
+    )
+
+
+def write_docs(rows: Sequence[Row], path: Path = DOCS) -> None:
+    """Replace what stands between the markers; append both where the page has none."""
+    timed = next(row for row in rows if "floor_ms_per_step" in row)
+    body = "\n\n".join(
+        [hardware(timed), table(rows), "Milliseconds a step, by phase:", phase_table(rows)]
+    )
+    text = path.read_text(encoding="utf-8") if path.exists() else "# Benchmarks\n"
+    before, found, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2] if found else ""
+    path.write_text(f"{before}{BEGIN}\n\n{body}\n\n{END}{after or chr(10)}", encoding="utf-8")
