@@ -39,7 +39,11 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 def _threads(text: str) -> int | None:
     if not text:
         return None
-    count = int(text) if text.isascii() and text.isdecimal() else 0
+    # The length comes first: int() refuses thousands of digits with an error of its own.
+    short = len(text) <= len(str(MAX_THREADS))
+    count = int(text) if short and text.isascii() and text.isdecimal() else 0
     if not 1 <= count <= MAX_THREADS:
-        raise OptionError(f"KDTREE_THREADS is {text!r}: expected a number from 1 to {MAX_THREADS}")
+        raise OptionError(
+            f"KDTREE_THREADS is {text!r:.60}: expected a number from 1 to {MAX_THREADS}"
+        )
     return count

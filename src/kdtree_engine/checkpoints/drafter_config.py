@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kdtree_engine.checkpoints.model_config import CONFIG_FILE, MAX_LAYERS
+from kdtree_engine.checkpoints.model_config import CONFIG_FILE, MAX_LAYERS, MAX_POSITIONS
 from kdtree_engine.checkpoints.reader import read_json
 from kdtree_engine.checkpoints.rope_config import read_rope
 from kdtree_engine.checkpoints.section import Section
@@ -66,7 +66,7 @@ def parse_drafter_config(data: dict[str, Any], where: str) -> DrafterConfig:
         layer_types=layer_types,
         sliding_window=sliding,
         window=inner.size("draft_window") if "draft_window" in inner else None,
-        max_positions=top.size("max_position_embeddings", 0, least=0),
+        max_positions=top.size("max_position_embeddings", 0, least=0, most=MAX_POSITIONS),
     )
     _check(top, config)
     return config

@@ -24,6 +24,9 @@ GENERATION_FILE = "generation_config.json"
 MAX_LAYERS = 4096
 """More than any model has: an absurd number must not make us list its tensors."""
 
+MAX_POSITIONS = 1 << 22
+"""More than any model has: a row of rotary angles is tabulated for every position."""
+
 
 def read_model_config(folder: Path) -> ModelConfig:
     """The ModelConfig of a model folder. ConfigError names the file and the key at fault."""
@@ -110,7 +113,7 @@ def _read_text(
         moe_layer_freq=text.size("moe_layer_freq", 1),
         rms_norm_eps=text.number("rms_norm_eps"),
         rope=read_rope(text),
-        max_positions=text.size("max_position_embeddings"),
+        max_positions=text.size("max_position_embeddings", most=MAX_POSITIONS),
         tie_word_embeddings=text.flag("tie_word_embeddings", False),
         quantization=read_quantization(find_quantization(top, text)),
         tensor_prefix="language_model." if text is not top else "",

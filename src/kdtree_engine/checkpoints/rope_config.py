@@ -22,6 +22,8 @@ def read_rope(section: Section) -> RopeConfig:
             break
     theta_home = inner if "rope_theta" in inner else section
     theta = theta_home.number("rope_theta")
+    if theta <= 1.0:
+        raise theta_home.error("rope_theta", f"is {theta:g}, expected a number over 1")
     if inner is section:
         return RopeConfig(theta=theta)
     key = "rope_type" if "rope_type" in inner else "type"

@@ -178,6 +178,8 @@ def _read_file(name: str) -> str:
 
 def _tree_nodes(text: str) -> int | str:
     """A plain number as one; the engine understands, or refuses, the rest."""
+    if len(text) > 20:  # int() refuses thousands of digits with an error of its own
+        raise OptionError(f"--tree-nodes is '{text[:20]}...': expected 0 to 63, or chain:N")
     return int(text) if text.isascii() and text.isdecimal() else text
 
 
