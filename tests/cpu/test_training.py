@@ -16,7 +16,7 @@ from kdtree_engine.drafter.base import DraftState
 from kdtree_engine.drafter.dflash import DFlashDrafter
 from kdtree_engine.errors import KDTreeError, OptionError
 from kdtree_engine.sampling import gumbel, seed_word
-from kdtree_engine.training import TrainOptions, train_drafter
+from kdtree_engine.training import TrainOptions, run, train_drafter
 from kdtree_engine.training.blocks import BlockBatch, block_loss, run_blocks
 from kdtree_engine.training.data import read_tokens
 from kdtree_engine.training.lessons import Lesson, Lessons
@@ -131,6 +131,19 @@ def test_lessons_hold_back_rows_and_refill(llm: LLM) -> None:
         Lessons(tokens[:600], teacher, 1, seed=0)
 
 
+WRONG_IDS = {  # JSON, in line 2 of a file
+    "huge": "[1000000000000]",
+    "digits": f"[{10**4000}]",
+    "negative": "[3, -1]",
+    "null": "[null]",
+    "float": "[2, 1.7]",
+    "whole float": "[2.0]",
+    "flag": "[true]",
+    "text": '["7"]',
+    "nested": "[[1, 2], [3, 4]]",
+}
+
+
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, Path]:
     np.save(tmp_path / "rows.npy", np.array([[1, 2], [3, 4]], dtype=np.uint16))
@@ -140,6 +153,15 @@ def files(tmp_path: Path) -> dict[str, Path]:
     (tmp_path / "large.jsonl").write_text(json.dumps({"token_ids": [159, 160]}))
     (tmp_path / "text.py").write_text("print()\n")
     (tmp_path / "latin.txt").write_bytes(b"\xe9")
+    np.save(tmp_path / "wide.npy", np.array([1, 2**32 + 5]))
+    np.save(tmp_path / "unsigned.npy", np.array([2**64 - 1], dtype=np.uint64))
+    np.save(tmp_path / "below.npy", np.array([[3, -1]]))
+    (tmp_path / "empty.npy").write_bytes(b"")
+    with (tmp_path / "several.npy").open("wb") as file:
+        np.savez(file, a=np.zeros(1, dtype=np.int32))
+    for name, ids in WRONG_IDS.items():
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"token_ids": [5]}}\n{{"token_ids": {ids}}}\n')
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
     return {path.name: path for path in tmp_path.iterdir()}
 
 
@@ -155,6 +177,21 @@ def test_data_files(files: dict[str, Path]) -> None:
         ("floats.npy", "floats.npy: holds float64 values"),
         ("broken.jsonl", 'line 2: expected an object with "token_ids"'),
         ("large.jsonl", r"token ids outside the vocabulary \(0..159\)"),
+        ("huge.jsonl", r"huge.jsonl, line 2: holds token ids outside the vocabulary \(0..159\)"),
+        ("digits.jsonl", "digits.jsonl, line 2: holds token ids outside"),
+        ("negative.jsonl", "negative.jsonl, line 2: holds token ids outside"),
+        ("null.jsonl", 'null.jsonl, line 2: "token_ids" has None, expected whole numbers'),
+        ("float.jsonl", 'float.jsonl, line 2: "token_ids" has 1.7, expected whole numbers'),
+        ("whole float.jsonl", 'line 2: "token_ids" has 2.0, expected whole numbers'),
+        ("flag.jsonl", 'flag.jsonl, line 2: "token_ids" has True, expected whole numbers'),
+        ("text.jsonl", "text.jsonl, line 2: \"token_ids\" has '7', expected whole numbers"),
+        ("nested.jsonl", r'line 2: "token_ids" has \[1, 2\], expected whole numbers'),
+        ("deep.jsonl", "deep.jsonl, line 1: is not valid JSON"),
+        ("wide.npy", "wide.npy: holds token ids outside the vocabulary"),
+        ("unsigned.npy", "unsigned.npy: holds token ids outside the vocabulary"),
+        ("below.npy", "below.npy: holds token ids outside the vocabulary"),
+        ("empty.npy", "empty.npy: cannot be read as training data"),
+        ("several.npy", "several.npy: holds several arrays"),
         ("text.py", "is text, but the model has no tokenizer"),
         ("latin.txt", "cannot be read as training data"),
         ("missing.npy", "cannot be read as training data"),
@@ -165,6 +202,39 @@ def test_wrong_data_files(files: dict[str, Path], name: str, message: str) -> No
     with pytest.raises(KDTreeError, match=message) as caught:
         read_tokens([path], None, 160, None)
     assert "\n" not in str(caught.value)
+
+
+def test_the_out_folder_is_tried_before_any_work(
+    folder: Path, files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that cannot be written is refused before the data is even read."""
+
+    def read(*_: object) -> None:
+        raise AssertionError("data was read first")
+
+    monkeypatch.setattr(run, "read_tokens", read)
+    options = TrainOptions(device="cpu", head_dim=16, taps=2)
+    for out in (files["latin.txt"], files["latin.txt"] / "inside", Path("/proc/none/inside")):
+        with pytest.raises(OptionError, match="cannot be written") as caught:
+            train_drafter(folder, [files["rows.npy"]], out, options)
+        assert str(out) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("null.jsonl", "expected whole numbers"), ("rows.npy", "need at least")],
+)
+def test_refused_data_leaves_no_folder(
+    folder: Path, files: dict[str, Path], tmp_path: Path, name: str, message: str
+) -> None:
+    options = TrainOptions(device="cpu", head_dim=16, taps=2)
+    there = tmp_path / "there"
+    there.mkdir()
+    for out in (tmp_path / "new" / "drafter", there):
+        with pytest.raises(OptionError, match=message):
+            train_drafter(folder, [files[name]], out, options)
+    assert not (tmp_path / "new").exists()
+    assert there.is_dir() and not any(there.iterdir())  # not ours to remove
 
 
 def test_a_run_learns_and_its_drafter_loads(folder: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,50 +24,73 @@ def read_tokens(
 
     .npy: token ids, taken as they are. .jsonl: a document a line, {"token_ids": [...]} or
     {"text": "..."}. Anything else: one document of UTF-8 text. Raises OptionError or
-    TokenizerError, which name the file.
+    TokenizerError, which name the file, and the line of a .jsonl.
     """
     parts: list[Ids] = []
     with progress("reading training data", len(files)) as meter:
         for path in files:
-            for document in _documents(path, tokenizer):
-                if document.size and (document.min() < 0 or document.max() >= vocab_size):
-                    raise OptionError(
-                        f"{path}: holds token ids outside the vocabulary (0..{vocab_size - 1})"
-                    )
-                parts.append(document)
+            for where, document in _documents(path, tokenizer):
+                _check_range(where, document, vocab_size)
+                parts.append(np.array(document, dtype=np.int32))
                 if end is not None and path.suffix != ".npy":
                     parts.append(np.array([end], dtype=np.int32))
             meter.advance()
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
 
 
-def _documents(path: Path, tokenizer: Tokenizer | None) -> Iterator[Ids]:
+def _documents(
+    path: Path, tokenizer: Tokenizer | None
+) -> Iterator[tuple[str, list[int] | NDArray[Any]]]:
+    """Documents with where they stand, as whole numbers of any size."""
     try:
         if path.suffix == ".npy":
-            array = np.load(path, allow_pickle=False)
-            if array.dtype.kind not in "iu":
-                raise OptionError(f"{path}: holds {array.dtype} values; token ids are integers")
-            yield array.astype(np.int32).ravel()
+            yield str(path), _array(path)
         elif path.suffix == ".jsonl":
             with path.open(encoding="utf-8") as lines:
                 for number, line in enumerate(lines, 1):
-                    yield _line(f"{path}, line {number}", line, tokenizer)
+                    where = f"{path}, line {number}"
+                    yield where, _line(where, line, tokenizer)
         else:
-            yield _encode(str(path), path.read_text(encoding="utf-8"), tokenizer)
-    except (OSError, ValueError) as error:
+            yield str(path), _encode(str(path), path.read_text(encoding="utf-8"), tokenizer)
+    except (OSError, EOFError, ValueError) as error:
         raise OptionError(f"{path}: cannot be read as training data ({error})") from error
 
 
-def _line(where: str, line: str, tokenizer: Tokenizer | None) -> Ids:
-    data = json.loads(line)
+def _array(path: Path) -> NDArray[Any]:
+    array = np.load(path, allow_pickle=False)
+    if not isinstance(array, np.ndarray):
+        raise OptionError(f"{path}: holds several arrays; expected one, of token ids")
+    if array.dtype.kind not in "iu":
+        raise OptionError(f"{path}: holds {array.dtype} values; token ids are integers")
+    return array.ravel()
+
+
+def _line(where: str, line: str, tokenizer: Tokenizer | None) -> list[int]:
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"{where}: is not valid JSON ({error})") from error
     if isinstance(data, dict) and isinstance(data.get("token_ids"), list):
-        return np.array(data["token_ids"], dtype=np.int32)
+        ids: list[int] = data["token_ids"]
+        for one in ids:
+            if type(one) is not int:  # true and false are ints too
+                raise OptionError(f'{where}: "token_ids" has {one!r:.60}, expected whole numbers')
+        return ids
     if isinstance(data, dict) and isinstance(data.get("text"), str):
         return _encode(where, data["text"], tokenizer)
     raise OptionError(f'{where}: expected an object with "token_ids" (a list) or "text"')
 
 
-def _encode(where: str, text: str, tokenizer: Tokenizer | None) -> Ids:
+def _encode(where: str, text: str, tokenizer: Tokenizer | None) -> list[int]:
     if tokenizer is None:
         raise TokenizerError(f"{where}: is text, but the model has no tokenizer; give token ids")
-    return np.array(tokenizer.encode(text), dtype=np.int32)
+    return tokenizer.encode(text)
+
+
+def _check_range(where: str, ids: list[int] | NDArray[Any], vocab_size: int) -> None:
+    """Before they become int32, in which 2**32 + 5 would be 5."""
+    if not len(ids):
+        return
+    low, high = (min(ids), max(ids)) if isinstance(ids, list) else (ids.min(), ids.max())
+    if low < 0 or high >= vocab_size:
+        raise OptionError(f"{where}: holds token ids outside the vocabulary (0..{vocab_size - 1})")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -42,8 +44,6 @@ def train_drafter(
     """
     if not data:
         raise OptionError("no training data; give at least one file")
-    if out.exists() and any(out.iterdir()):
-        raise OptionError(f"{out}: exists and is not empty; choose another folder")
     checkpoint = open_model(model)
     options.check(checkpoint.config.max_positions)
     device = resolve_device(options.device)
@@ -52,26 +52,46 @@ def train_drafter(
     check_drafter(config, checkpoint.config)
     tokenizer = open_tokenizer(model)
     end = min(stop_ids(checkpoint.config, tokenizer), default=None)
-    tokens = read_tokens(data, tokenizer, checkpoint.config.vocab_size, end)
-    target = load_target(checkpoint, torch.float32, device)
-    weights = random_weights(config, options.seed)
-    student = build_drafter(config, weights, torch.float32, device)
-    teacher = Teacher(target, options.batch, options.length, config.tap_layers)
-    capacity = _CPU_LESSONS
-    if device.type == "cuda":
-        capacity = int(torch.cuda.mem_get_info(device)[0] * _CUDA_LESSONS_SHARE)
-    report = Trainer(
-        student, target, Lessons(tokens, teacher, capacity, options.seed), options
-    ).run()
-    write_model(
-        out,
-        settings,
-        {
-            name: tensor.to("cpu", torch.bfloat16)
-            for name, tensor in drafter_tensors(student).items()
-        },
-    )
+    with _new_folder(out):
+        tokens = read_tokens(data, tokenizer, checkpoint.config.vocab_size, end)
+        target = load_target(checkpoint, torch.float32, device)
+        weights = random_weights(config, options.seed)
+        student = build_drafter(config, weights, torch.float32, device)
+        teacher = Teacher(target, options.batch, options.length, config.tap_layers)
+        capacity = _CPU_LESSONS
+        if device.type == "cuda":
+            capacity = int(torch.cuda.mem_get_info(device)[0] * _CUDA_LESSONS_SHARE)
+        lessons = Lessons(tokens, teacher, capacity, options.seed)
+        report = Trainer(student, target, lessons, options).run()
+        trained = drafter_tensors(student)
+        write_model(
+            out,
+            settings,
+            {name: tensor.to("cpu", torch.bfloat16) for name, tensor in trained.items()},
+        )
     return report
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[None]:
+    """Make the folder `out` before any work, since hours later is too late to find that it cannot
+    be written. What was made here and is still empty at the end is removed. Raises OptionError.
+    """
+    try:
+        made = [folder for folder in (out, *out.parents) if not folder.exists()]
+        if out.is_dir() and any(out.iterdir()):
+            raise OptionError(f"{out}: exists and is not empty; choose another folder")
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise OptionError(f"{out}: cannot be written ({error.strerror})") from error
+    try:
+        yield
+    finally:
+        for folder in made:
+            with suppress(OSError):  # not empty
+                folder.rmdir()
 
 
 class Trainer:
