@@ -162,7 +162,6 @@ class Bench:
 
     def row(self, arm: Arm, measured: dict[Arm, list[Decoded]], floor: float) -> dict[str, Any]:
         """The figures of one arm; times are medians over the repeats, summed over the prompts."""
-        peer = isinstance(arm, str)
         temperature = 0.0 if isinstance(arm, str) else arm.temperature
         runs, plain = measured[arm], measured[Setting(PLAIN, temperature)]
         count = len(self.timed)
@@ -178,11 +177,8 @@ class Bench:
             for r, p in zip(runs, self.timed, strict=False)
         )
         return {
-            "row": arm if isinstance(arm, str) else str(arm.machine),
-            "drafter": None if isinstance(arm, str) else arm.machine.drafter,
-            "tree_nodes": None if isinstance(arm, str) else arm.machine.tree_nodes,
-            "temperature": temperature,
-            **({} if peer else self.acceptance.get(arm, {})),
+            **_name(arm),
+            **({} if isinstance(arm, str) else self.acceptance.get(arm, {})),
             "timed_tokens_per_step": round(tokens / steps, 3),
             "tokens_per_s": round(tokens / seconds, 2),
             "ms_per_token": round(1e3 * seconds / tokens, 3),
@@ -195,6 +191,18 @@ class Bench:
             "times_floor": round(seconds / steps / floor, 2),
             "outputs_equal_to_plain": f"{same}/{count}",
         }
+
+
+def _name(arm: Arm) -> dict[str, Any]:
+    if isinstance(arm, str):
+        return {"row": arm, "drafter": None, "tree_nodes": None, "temperature": 0.0}
+    machine = arm.machine
+    return {
+        "row": str(machine),
+        "drafter": machine.drafter,
+        "tree_nodes": machine.tree_nodes,
+        "temperature": arm.temperature,
+    }
 
 
 def _by_repeat(runs: list[Decoded], count: int) -> list[float]:
@@ -227,15 +235,7 @@ def run(plan: Plan) -> list[dict[str, Any]]:
     rows = [bench.row(arm, measured, floor) for arm in measured]
     untimed = [s for s in bench.acceptance if s not in measured]
     for setting in untimed:
-        rows.append(
-            {
-                "row": str(setting.machine),
-                "drafter": setting.machine.drafter,
-                "tree_nodes": setting.machine.tree_nodes,
-                "temperature": setting.temperature,
-                **bench.acceptance[setting],
-            }
-        )
+        rows.append({**_name(setting), **bench.acceptance[setting]})
     facts["load_after"] = round(os.getloadavg()[0], 2)
     common = {
         "bench": "decode",
