@@ -1,16 +1,16 @@
 """Prompts against those of the models' own template (shared/data/kimi-tokenizer)."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
+from shared_data import needs, shared_data
 
 from kdtree_engine.errors import TokenizerError
 from kdtree_engine.tokenizer import Tokenizer, encode_chat, render_chat
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "kimi-tokenizer"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the golden prompts are not at {DATA}")
+DATA = shared_data("kimi-tokenizer")
+needs_data = needs(DATA)
 
 
 def golden() -> dict[str, dict[str, Any]]:
@@ -30,11 +30,12 @@ def kimi() -> Tokenizer:
     return Tokenizer.from_folder(DATA)
 
 
+@needs_data
 def test_all_cases_are_there() -> None:
-    if CASES:
-        assert len(CASES) == 33 and set(CASES) >= REFUSED
+    assert len(CASES) == 33 and set(CASES) >= REFUSED
 
 
+@needs_data
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_rendered_text(name: str) -> None:
     case = CASES[name]

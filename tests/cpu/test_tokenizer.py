@@ -10,18 +10,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared_data import needs, shared_data
 
 from kdtree_engine.errors import TokenizerError
 from kdtree_engine.tokenizer import Tokenizer
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "kimi-tokenizer"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the Kimi vocabulary is not at {DATA}")
+DATA = shared_data("kimi-tokenizer")
+needs_data = needs(DATA)
 
 
 @pytest.fixture(scope="module")
 def kimi() -> Tokenizer:
-    if not DATA.is_dir():
-        pytest.skip(f"the Kimi vocabulary is not at {DATA}")
     return Tokenizer.from_folder(DATA)
 
 
@@ -71,6 +70,7 @@ def test_every_golden_case(kimi: Tokenizer) -> None:
             assert kimi.decode(ids) == text
 
 
+@needs_data
 def test_kimi_slots(kimi: Tokenizer) -> None:
     assert kimi.vocab_size == 163_840
     assert kimi.special_ids["<|im_end|>"] == 163_586
@@ -79,6 +79,7 @@ def test_kimi_slots(kimi: Tokenizer) -> None:
     assert len([kimi.decode([i]) for i in range(kimi.vocab_size)]) == kimi.vocab_size
 
 
+@needs_data
 def test_skip_special_keeps_what_parsers_read(kimi: Tokenizer) -> None:
     text = "<|im_user|>hi<think>a</think><|tool_call_begin|>x<|tool_call_end|><|im_end|>[PAD]"
     ids = kimi.encode(text, special=True) + [163_600]

@@ -1,17 +1,17 @@
 """Every tree and walk computed by the published DDTree code (shared/data/ddtree_golden.npz)."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from shared_data import needs, shared_data
 
 from kdtree_engine.tree import DraftTree, accept, build_tree
 
-FILE = Path(__file__).resolve().parents[3] / "shared" / "data" / "ddtree_golden.npz"
-pytestmark = pytest.mark.skipif(not FILE.is_file(), reason=f"no golden trees at {FILE}")
+FILE = shared_data("ddtree_golden.npz")
+pytestmark = needs(FILE)
 
 Case = tuple[dict[str, Any], dict[str, Any]]
 

@@ -5,21 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
+from shared_data import needs, shared_data
 
 from . import tree
 
-PUBLISHED = next(
-    (
-        path
-        for parent in Path(__file__).resolve().parents
-        if (path := parent / "shared" / "data" / "ddtree_golden.npz").is_file()
-    ),
-    None,
-)
+PUBLISHED = shared_data("ddtree_golden.npz")
 
 
 def falling(rng: np.random.Generator, depths: int, width: int) -> np.ndarray:
@@ -105,9 +98,8 @@ def test_walk() -> None:
     assert tree.walk(tokens, parents, np.array([9, 7, 7, 9, 5])) == ([0], 9)
 
 
-@pytest.mark.skipif(PUBLISHED is None, reason="shared/data/ddtree_golden.npz is not here")
+@needs(PUBLISHED)
 def test_published_trees_and_walks() -> None:
-    assert PUBLISHED is not None
     data = np.load(PUBLISHED, allow_pickle=False)
     cases = json.loads(str(data["meta"]))["cases"]
     checked = 0
