@@ -21,27 +21,7 @@ from kdtree_engine.tokenizer import Tokenizer
 CPU = torch.device("cpu")
 MODELS = ("packaged", "flat", "groups")
 
-_PACKAGED_SHAPE = Dims(  # what stands in until the trained model is in the package
-    vocab_size=3072,
-    hidden_size=256,
-    num_layers=10,
-    q_lora_rank=96,
-    kv_lora_rank=64,
-    nope_dim=32,
-    rope_dim=32,
-    v_dim=64,
-    intermediate_size=768,
-    moe_intermediate_size=64,
-    num_experts=16,
-    experts_per_token=4,
-    yarn_factor=8.0,
-    yarn_original=256,
-    max_positions=2048,
-    drafter_head_dim=64,
-    drafter_intermediate=512,
-)
 _RANDOM = {  # family, sizes, spread of the logits
-    "packaged": (K26, _PACKAGED_SHAPE, 1.0),
     "flat": (K26, Dims(hidden_size=96, moe_intermediate_size=64, v_dim=24), 0.01),
     "groups": (DEEPSEEK_V3, Dims(experts_per_token=3, q_lora_rank=None), 1.0),
 }
@@ -74,13 +54,8 @@ class Loaded:
         return [draw.randrange(self.target.config.vocab_size) for _ in range(length)]
 
 
-def is_packaged() -> bool:
-    """Whether the trained model is there, target and drafter."""
-    return all((packaged_model() / part / "config.json").exists() for part in ("target", "drafter"))
-
-
 class Models:
-    """Loads models from the package, or writes random ones under `home` first."""
+    """The packaged model, and random ones, which are written under `home` first."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -94,7 +69,7 @@ class Models:
         return self._loaded[key]
 
     def _folders(self, model: str) -> tuple[Path, Path]:
-        if model == "packaged" and is_packaged():
+        if model == "packaged":
             return packaged_model() / "target", packaged_model() / "drafter"
         folder = self.home / model
         if not folder.exists():
