@@ -159,6 +159,8 @@ def swap(index: int, line: str) -> list[str]:
         (byte_lines(), {"258": {"content": "X"}, "259": {"content": "X"}}, "both named 'X'"),
         (byte_lines(), {"258": {"special": True}}, "is not an id with a 'content'"),
         (byte_lines(), {"x": {"content": "X"}}, "is not an id with a 'content'"),
+        (byte_lines(), {"9" * 5000: {"content": "X"}}, "is not an id with a 'content'"),
+        (swap(7, "Bw== " + "9" * 5000), {}, "line 8: expected 'base64 rank'"),
     ],
 )
 def test_broken_vocabulary(
@@ -183,3 +185,35 @@ def test_missing_or_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: No such file"):
         Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tiktoken.model", "tokenizer_config.json"])
+def test_links_out_of_the_folder(tmp_path: Path, name: str) -> None:
+    """The rule of the checkpoints' reader: no file outside of a stranger's folder is opened."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_folder(folder, byte_lines(), NAMES)
+    (folder / name).rename(folder / "inside")
+    (folder / name).symlink_to("inside")
+    assert Tokenizer.from_folder(folder).vocab_size == 514
+    (folder / "inside").rename(tmp_path / "outside")
+    (folder / name).unlink()
+    (folder / name).symlink_to("../outside")
+    with pytest.raises(TokenizerError, match="is a link that leaves the folder") as caught:
+        Tokenizer.from_folder(folder)
+    assert str(folder / name) in str(caught.value) and "\n" not in str(caught.value)
+    (folder / name).unlink()
+    (folder / name).symlink_to(name)
+    with pytest.raises(TokenizerError, match=name):
+        Tokenizer.from_folder(folder)
+
+
+def test_a_download_in_the_hub_cache_is_read(tmp_path: Path) -> None:
+    """There a snapshot's files are links into the `blobs` folder beside `snapshots`."""
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    write_folder(blobs, byte_lines(), NAMES)
+    for name in ("tiktoken.model", "tokenizer_config.json"):
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+    assert Tokenizer.from_folder(snapshot).vocab_size == 514

@@ -18,7 +18,8 @@ from typing import Any
 
 import tiktoken
 
-from kdtree_engine.errors import TokenizerError
+from kdtree_engine.checkpoints.reader import safe_path
+from kdtree_engine.errors import CheckpointError, TokenizerError
 
 SPECIAL_SLOTS = 256
 RANKS_FILE = "tiktoken.model"
@@ -168,8 +169,11 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _read(path: Path) -> bytes:
+    """The bytes of a file of a model folder, which must not be a link that leaves the folder."""
     try:
-        return path.read_bytes()
+        return safe_path(path.parent, path.name).read_bytes()
+    except CheckpointError as error:
+        raise TokenizerError(str(error)) from error
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise TokenizerError(f"cannot read the vocabulary file {path}: {reason}") from error
@@ -236,8 +240,11 @@ def _read_names(path: Path) -> tuple[dict[int, str], set[int]]:
 
 def _read_entry(path: Path, key: str, entry: Any) -> tuple[int, str, bool]:
     name = entry.get("content") if isinstance(entry, dict) else None
-    if not key.isdecimal() or not isinstance(name, str) or not name:
-        raise TokenizerError(f"{path}: added_tokens_decoder[{key!r}] is not an id with a 'content'")
+    # The length comes first: int() refuses thousands of digits with an error of its own.
+    if len(key) > 20 or not key.isdecimal() or not isinstance(name, str) or not name:
+        raise TokenizerError(
+            f"{path}: added_tokens_decoder[{key!r:.60}] is not an id with a 'content'"
+        )
     return int(key), name, bool(entry.get("special", True))
 
 
