@@ -85,6 +85,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Script:
 
     class LLM:
         tokenizer = property(lambda self: script.tokenizer)
+        notes = ("skipped 23 vision tensors",)
 
         def __init__(self, **options: Any) -> None:
             script.opened = options
@@ -132,8 +133,11 @@ def test_text_streams_to_stdout_and_statistics_to_stderr(
     assert cli.run(["generate", "--prompt", "x"]) == 0
     out, err = capsys.readouterr()
     assert out == "def read()\n"
-    line = r"kdtree: 4 tokens in 1 steps, 3\.00 tokens/step, [\d.]+ tokens/s, ended by length\n"
-    assert re.fullmatch(line, err)
+    lines = (
+        r"kdtree: skipped 23 vision tensors\n"
+        r"kdtree: 4 tokens in 1 steps, 3\.00 tokens/step, [\d.]+ tokens/s, ended by length\n"
+    )
+    assert re.fullmatch(lines, err)
 
 
 def test_speed_leaves_out_prefill_and_printing() -> None:

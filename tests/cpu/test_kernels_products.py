@@ -176,6 +176,48 @@ def test_probe_finds_the_cheapest_rule(
         assert rule.block is not None or agrees(allowed)
 
 
+def test_probe_sees_a_blas_that_rounds_the_end_of_large_calls(
+    fresh_rules: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rows of a call of over 64, those beyond a multiple of 4, are one bit off."""
+    honest = torch.bmm
+
+    def crooked(x: Tensor, w: Tensor) -> Tensor:
+        out = honest(x.double(), w.double()).float()
+        rows = x.shape[1]
+        if rows > 64 and rows % 4:
+            out[:, rows - rows % 4 :] = torch.nextafter(out, out + 1)[:, rows - rows % 4 :]
+        return out
+
+    monkeypatch.setattr(torch, "bmm", crooked)
+    assert matmul.row_rule(SIGNATURE).multiple % 4 == 0
+    x, w = randn(2, ROWS, 96), randn(2, 96, 40, seed=1)
+    assert_rows_exact(lambda rows: matmul.row_bmm(x[:, rows].contiguous(), w).transpose(0, 1))
+
+
+def test_products_larger_than_any_probed_call_are_cut(
+    fresh_rules: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = seen_rows(monkeypatch)
+    x, w = randn(2, 2 * probe.MOST_ROWS + 3, 96), randn(2, 96, 40, seed=1)
+    matmul.row_bmm(x[:, :4], w)  # measures
+    seen.clear()
+    out = matmul.row_bmm(x, w)
+    assert max(seen) == probe.MOST_ROWS and sum(seen) >= x.shape[1]
+    assert torch.allclose(out, x @ w, atol=1e-4)
+
+
+def test_rules_are_forgotten_with_the_thread_count(fresh_rules: dict) -> None:
+    fresh_rules[SIGNATURE] = matmul.RowRule(2)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert matmul.padded_rows(1, CPU) == 4 and not fresh_rules
+    finally:
+        torch.set_num_threads(threads)
+        matmul.padded_rows(1, CPU)
+
+
 def test_probe_sees_a_blas_that_rounds_by_row_count(
     fresh_rules: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ from checkpoint_tools import (
 
 from e2e.helpers import greedy, load, plain, prompt, run
 from kdtree_engine import LLM, SamplingParams
+from kdtree_engine.checkpoints import open_model
 from kdtree_engine.checkpoints.templates import Dims
+from kdtree_engine.engine import build, memory
 from kdtree_engine.errors import (
     CapacityError,
     CheckpointError,
@@ -35,6 +37,9 @@ from kdtree_engine.errors import (
     OptionError,
     TokenizerError,
 )
+from kdtree_engine.kernels.linear import ColumnBlocks
+from kdtree_engine.kernels.rope import RopeTable
+from kdtree_engine.model import Kimi, load_target
 
 CUDA = torch.cuda.is_available()
 
@@ -101,6 +106,14 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 1.5}, "top_p"),
     ({"top_k": -1}, "top_k"),
     ({"min_p": 2.0}, "min_p"),
+    ({"max_tokens": 2.5}, "max_tokens 2.5 must be an integer"),
+    ({"max_tokens": None}, "max_tokens None must be an integer"),
+    ({"max_tokens": True}, "max_tokens True must be an integer"),
+    ({"temperature": "a"}, "temperature 'a' must be a number"),
+    ({"top_k": 1.5}, "top_k 1.5 must be an integer or None"),
+    ({"seed": 1.5}, "seed 1.5 must be an integer or None"),
+    ({"stop_token_ids": 5}, "stop_token_ids 5 must be a list of token ids"),
+    ({"stop_token_ids": ("x",)}, "must be a list of token ids"),
 ]
 
 
@@ -275,3 +288,56 @@ def test_the_command_writes_json(folder: Path) -> None:
 def test_capacity_through_the_api(folder: Path) -> None:
     llm = load(folder, cache_pages=1)
     refused(CapacityError, "needs 2 cache pages", lambda: llm.generate(prompt(60), greedy(5)))
+
+
+def test_settings_that_no_tensor_holds(folder: Path) -> None:
+    """A top_k beyond 64 bits keeps everything; a stop token beyond the vocabulary is refused."""
+    llm = LLM(folder, drafter="none", tree_nodes=0, device="cpu")
+    params = SamplingParams(max_tokens=4, temperature=1.0, seed=1)
+    [want] = llm.generate([5, 6], params)
+    [got] = llm.generate([5, 6], replace(params, top_k=2**70))
+    assert got.token_ids == want.token_ids
+    wrong = replace(params, stop_token_ids=(10**9,))
+    refused(OptionError, "stop token 1000000000 is outside", lambda: llm.generate([5], wrong))
+    llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("prompts", [7, None, 1.5])
+def test_prompts_of_a_wrong_kind(prompts: Any, folder: Path) -> None:
+    llm = LLM(folder, drafter="none", tree_nodes=0, device="cpu")
+    refused(OptionError, "prompts must be a text, token ids", lambda: llm.generate(prompts))
+    assert llm.generate(torch.tensor([5, 6]), SamplingParams(max_tokens=2))[0].prompt_tokens == 2
+
+
+def test_memory_is_asked_before_anything_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = torch.device("cpu")
+    config = open_model(folder).config
+    assert memory.parameters(config) == sum(
+        weight.numel() for weight in weights_of(load_target(open_model(folder), torch.float32, cpu))
+    )
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 100_000)
+    monkeypatch.setattr(build, "load_target", None)  # would fail if it were reached
+    refused(CapacityError, "the weights take", lambda: LLM(folder, device="cpu"))
+    monkeypatch.undo()
+    assert memory.free_bytes(cpu) is None or memory.free_bytes(cpu) > 0
+    huge = 10**12
+    refused(CapacityError, f"cache_pages {huge} take", lambda: LLM(folder, cache_pages=huge))
+
+
+def weights_of(target: Kimi) -> list[torch.Tensor]:
+    """Every weight of a loaded network, column blocks without their filling."""
+
+    def collect(value: object) -> list[torch.Tensor]:
+        if isinstance(value, torch.Tensor):
+            return [value]
+        if isinstance(value, ColumnBlocks):
+            return [value.matrix()]
+        if isinstance(value, tuple):
+            return [tensor for item in value for tensor in collect(item)]
+        if not is_dataclass(value) or isinstance(value, RopeTable):
+            return []
+        return [t for one in fields(value) for t in collect(getattr(value, one.name))]
+
+    return collect(target)

@@ -100,6 +100,8 @@ def generate(model: str | None = None, /, *, options: GenerateOptions | None = N
     if options.json:
         print(json.dumps(as_json(output)))
     else:
+        for note in llm.notes:
+            print(f"kdtree: {note}", file=sys.stderr)
         print(f"kdtree: {summary(output, speed, options.temperature > 0)}", file=sys.stderr)
     if output.error is not None:
         raise KDTreeError(output.error)

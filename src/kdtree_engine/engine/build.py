@@ -11,16 +11,16 @@ from pathlib import Path
 import torch
 
 from kdtree_engine.cache import CacheLayout, allocate_pool, pages_for
-from kdtree_engine.checkpoints import ModelCheckpoint, check_drafter, open_drafter, open_model
+from kdtree_engine.checkpoints import check_drafter, open_drafter, open_model
 from kdtree_engine.config import EngineConfig, ModelConfig
 from kdtree_engine.drafter.base import Drafter
 from kdtree_engine.drafter.dflash import DFlashDrafter
-from kdtree_engine.drafter.dflash_model import DFlashModel
 from kdtree_engine.drafter.load import load_drafter
 from kdtree_engine.drafter.ngram import NgramDrafter
 from kdtree_engine.drafter.none import NoDrafter
 from kdtree_engine.drafter.random import RandomDrafter
 from kdtree_engine.engine.loop import Engine
+from kdtree_engine.engine.memory import cache_pages, check_fits, page_bytes
 from kdtree_engine.errors import OptionError, TokenizerError
 from kdtree_engine.model import load_target
 from kdtree_engine.tokenizer import Tokenizer
@@ -28,9 +28,7 @@ from kdtree_engine.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 STOP_NAMES = ("[EOS]", "<|im_end|>", "[EOT]")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_CPU_CACHE_BYTES = 2 << 30
-_CUDA_CACHE_SHARE = 0.8  # of the memory that is free once the weights are in
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 DrafterChoice = str | PathLike[str] | Drafter
 
@@ -86,27 +84,38 @@ def build_engine(
     dtype: torch.dtype,
     config: EngineConfig,
     tokenizer: Tokenizer | None,
-) -> Engine:
-    """Load everything and check that it fits together; `config.cache_pages` 0 means as needed."""
+) -> tuple[Engine, tuple[str, ...]]:
+    """Load everything and check that it fits together; `config.cache_pages` 0 means as needed.
+
+    Returns the engine and what was skipped of the model folder.
+    """
     checkpoint = open_model(folder)
     for note in checkpoint.notes:
         log.info("%s: %s", folder.name, note)
+    if device.type == "cuda":
+        log.warning(
+            "on CUDA the exactness contract does not hold yet: products go through cuBLAS, which "
+            "rounds by the number of rows (docs/exactness.md)"
+        )
     known = checkpoint.config.vocab_size
     if tokenizer is not None and tokenizer.vocab_size != known:
         raise TokenizerError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, but the model {known}; "
             "the files are not of one model"
         )
-    draft_folder = _drafter_folder(folder, drafter) if config.tree_nodes else None
+    draft_folder = _drafter_folder(folder, drafter)
+    if not config.tree_nodes:
+        draft_folder = None  # plain decoding: nothing to load
     network = None
     if draft_folder is not None:
         draft_checkpoint = open_drafter(draft_folder)
         check_drafter(draft_checkpoint.config, checkpoint.config)
         network = load_drafter(draft_checkpoint, dtype, device, checkpoint.config.max_positions)
+    check_fits(checkpoint.config, dtype, device)
     target = load_target(checkpoint, dtype, device)
-    layout = CacheLayout(
-        _cache_pages(checkpoint, network, config, dtype, device), config.max_requests
-    )
+    size = page_bytes(checkpoint.config, network.config if network else None, dtype)
+    most = config.max_requests * pages_for(checkpoint.config.max_positions)
+    layout = CacheLayout(cache_pages(config.cache_pages, most, size, device), config.max_requests)
     pool = allocate_pool(
         layout,
         checkpoint.config.num_layers,
@@ -124,12 +133,15 @@ def build_engine(
         chosen = DFlashDrafter(network, target, pool)
     else:
         chosen = _modelless(drafter if config.tree_nodes else "none", checkpoint.config)
-    return Engine(target, chosen, pool, config, stop_ids(checkpoint.config, tokenizer))
+    engine = Engine(target, chosen, pool, config, stop_ids(checkpoint.config, tokenizer))
+    return engine, checkpoint.notes
 
 
 def _drafter_folder(model: Path, drafter: DrafterChoice) -> Path | None:
     """The folder that holds the drafter, None for drafters without a model."""
     if not isinstance(drafter, str | PathLike):
+        if not hasattr(drafter, "propose"):
+            raise OptionError(f"drafter {drafter!r} is neither a name, a folder nor a drafter")
         return None
     if drafter == "auto":
         own = packaged_model()
@@ -153,25 +165,3 @@ def _modelless(drafter: DrafterChoice, config: ModelConfig) -> Drafter:
         return NgramDrafter()
     assert not isinstance(drafter, str | PathLike)
     return drafter
-
-
-def _cache_pages(
-    checkpoint: ModelCheckpoint,
-    network: DFlashModel | None,
-    config: EngineConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> int:
-    """What was asked for, or room for every request at full length, as far as memory goes."""
-    if config.cache_pages:
-        return config.cache_pages
-    model = checkpoint.config
-    elements = model.num_layers * model.latent_dim
-    if network is not None:
-        draft = network.config
-        elements += draft.num_layers * 2 * draft.num_kv_heads * draft.head_dim
-    free = _CPU_CACHE_BYTES
-    if device.type == "cuda":
-        free = int(torch.cuda.mem_get_info(device)[0] * _CUDA_CACHE_SHARE)
-    affordable = free // (elements * dtype.itemsize * 64)
-    return max(1, min(config.max_requests * pages_for(model.max_positions), affordable))

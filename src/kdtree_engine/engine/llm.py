@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,8 +43,8 @@ class LLM:
     for the packaged model, else n-gram), "none", "ngram", "random", or a folder. device: "auto",
     "cpu", "cuda". dtype: "auto", "float32", "bfloat16". tree_nodes: draft nodes a step, 0 to 63, or
     "chain:N". prefill_chunk: prompt tokens of a request in one step. cache_pages: pages of 64
-    tokens, None for as many as `max_requests` full-length requests need. Raises KDTreeError
-    subclasses.
+    tokens, None for as many as `max_requests` full-length requests need. `notes` says what was
+    skipped of the folder. Raises KDTreeError subclasses.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class LLM:
             ("cache_pages", cache_pages),
             ("max_requests", max_requests),
         ):
-            if value is not None and value < 1:
-                raise OptionError(f"{name} {value} must be 1 or more")
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise OptionError(f"{name} {value!r} must be 1 or more, a whole number")
         policy = parse_tree_nodes(tree_nodes)
         config = EngineConfig(
             policy.nodes, policy.chain, prefill_chunk, cache_pages or 0, max_requests
@@ -71,7 +72,7 @@ class LLM:
         folder = packaged_model() / "target" if model is None else Path(model)
         place = resolve_device(device)
         self.tokenizer = open_tokenizer(folder)
-        self.engine = build_engine(
+        self.engine, self.notes = build_engine(
             folder, drafter, place, resolve_dtype(dtype, place), config, self.tokenizer
         )
         self._folder = folder
@@ -96,7 +97,7 @@ class LLM:
             raise OptionError(f"{len(batch)} prompts came with {len(settings)} sampling settings")
         requests = self._queue(batch, settings)
         try:
-            while self.engine.has_work:
+            while any(request.finish_reason is None for request in requests):
                 self._step()
         finally:
             for request in requests:
@@ -197,6 +198,10 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several: a text and a list of ids are one."""
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, Tensor | np.ndarray):
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Sequence):
+        raise OptionError(f"prompts must be a text, token ids or a list of these, not {prompts!r}")
     items: list[object] = list(prompts)
     ids = sum(isinstance(item, Integral) for item in items)
     if ids and ids < len(items):

@@ -70,6 +70,11 @@ class Engine:
                 raise OptionError(
                     f"prompt token {token} is outside the vocabulary (0..{config.vocab_size - 1})"
                 )
+        for token in params.stop_token_ids:
+            if not 0 <= token < config.vocab_size:
+                raise OptionError(
+                    f"stop token {token} is outside the vocabulary (0..{config.vocab_size - 1})"
+                )
         room = config.max_positions - len(tokens)
         if room < 0 or (room == 0 and not keep_logits):
             raise CapacityError(
@@ -93,7 +98,7 @@ class Engine:
         results = run_step(self)
         for result in results:
             request = result.part.request
-            if result.trace is not None:
+            if result.trace is not None and result.trace.tree.nodes:
                 self._watch(len(result.trace.path.indices))
             if request.finish_reason is not None or (
                 request.keep_logits and not request.is_prefill
@@ -116,7 +121,7 @@ class Engine:
 
     def _watch(self, tokens: int) -> None:
         """Warn once when a trained drafter hardly ever guesses right."""
-        if not self.drafter.trained or self.policy.nodes == 0 or self._warned:
+        if not self.drafter.trained or self._warned:
             return
         self._watched_steps += 1
         self._watched_tokens += tokens

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from kdtree_engine.errors import OptionError
 from kdtree_engine.sampling import check_filters
 from kdtree_engine.types import AcceptedPath, DraftTree
+
+_MOST_TOP_K = 2**31 - 1  # no vocabulary is larger, and tensors of settings hold it
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,16 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("max_tokens", "top_k", "seed"):
+            _check_number(name, getattr(self, name), Integral, "an integer")
+        for name in ("temperature", "top_p", "min_p"):
+            _check_number(name, getattr(self, name), Real, "a number")
         if self.max_tokens < 1:
             raise OptionError(f"max_tokens {self.max_tokens} must be 1 or more")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        stops = self.stop_token_ids
+        if not isinstance(stops, Iterable) or not all(isinstance(one, Integral) for one in stops):
+            raise OptionError(f"stop_token_ids {stops!r} must be a list of token ids")
+        object.__setattr__(self, "stop_token_ids", tuple(int(one) for one in stops))
         check_filters(*self.filters)
 
     @property
@@ -43,10 +53,18 @@ class SamplingParams:
         """Temperature, top-k, top-p and min-p, with the values that do nothing for None."""
         return (
             self.temperature,
-            0 if self.top_k is None else self.top_k,
+            0 if self.top_k is None else min(self.top_k, _MOST_TOP_K),
             1.0 if self.top_p is None else self.top_p,
             0.0 if self.min_p is None else self.min_p,
         )
+
+
+def _check_number(name: str, value: object, kind: type, wanted: str) -> None:
+    """None stands for "off" or "draw one" where the field allows it."""
+    optional = name not in ("max_tokens", "temperature")
+    if (value is None and optional) or (isinstance(value, kind) and not isinstance(value, bool)):
+        return
+    raise OptionError(f"{name} {value!r} must be {wanted}{' or None' if optional else ''}")
 
 
 @dataclass

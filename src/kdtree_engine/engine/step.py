@@ -21,7 +21,7 @@ from kdtree_engine.engine.scheduler import Scheduler, Work
 from kdtree_engine.model import Kimi
 from kdtree_engine.sampling import Sampled, sample
 from kdtree_engine.tree import accept
-from kdtree_engine.types import DraftTree
+from kdtree_engine.types import AcceptedPath, DraftTree
 
 
 class StepParts(Protocol):
@@ -114,17 +114,28 @@ def advance(part: Part, logits: Tensor, picks: Sampled) -> StepResult:
     tokens, finite = picks.tokens[part.logits].cpu(), picks.finite[part.logits].cpu()
     if tree is None:
         if not bool(finite[0]):
-            return _fail(part, request.prompt_tokens)
+            request.fail(_non_finite(request.prompt_tokens))
+            return StepResult(part, [], [])
         return StepResult(part, request.emit([int(tokens[0])]), list(range(len(part.slots))))
     path = accept(tree, tokens)
     rows = list(path.indices)
-    if not bool(finite[rows].all()):
-        return _fail(part, request.context + 1)
+    # The pick of a row is the token of the next row on the path, or the token after its last row.
+    good = rows[: first_false(finite[rows])]
     root = request.tokens[-1]
-    request.stats.add_step(accepted=len(rows) - 1, nodes=tree.nodes)
-    kept = request.emit([*tree.tokens[rows[1:]].tolist(), path.next_token])
+    kept = request.emit(tokens[good].tolist())
+    if len(good) < len(rows) and request.finish_reason is None:
+        request.fail(_non_finite(request.context + len(good) + 1))
+    if not kept:
+        return StepResult(part, [], [])
+    request.stats.add_step(accepted=len(kept) - 1, nodes=tree.nodes)
     # The root stands for the first emitted token, and the last emitted one is the next root.
-    return StepResult(part, kept, rows[: len(kept)], StepTrace(root, tree, path))
+    walked = AcceptedPath(rows[: len(kept)], kept[-1])
+    return StepResult(part, kept, rows[: len(kept)], StepTrace(root, tree, walked))
+
+
+def first_false(flags: Tensor) -> int:
+    """Index of the first False of flags [k], or k."""
+    return int(torch.cumprod(flags.long(), 0).sum())
 
 
 def commit(engine: StepParts, results: Sequence[StepResult], taps: Tensor | None) -> None:
@@ -154,9 +165,8 @@ def commit(engine: StepParts, results: Sequence[StepResult], taps: Tensor | None
         engine.scheduler.publish(result.part.request)
 
 
-def _fail(part: Part, position: int) -> StepResult:
-    part.request.fail(
+def _non_finite(position: int) -> str:
+    return (
         f"the model gave logits that are not finite for position {position}: the weights or the "
         "cache hold NaN or infinite values, or the dtype is too narrow for this model"
     )
-    return StepResult(part, [], [])

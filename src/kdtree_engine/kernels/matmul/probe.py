@@ -16,7 +16,11 @@ from torch import Tensor
 
 Signature = tuple[int, int, torch.dtype, bool]  # K, N, dtype, weights stored [N, K] in memory
 
-_ROW_COUNTS = (*range(2, 34), 40, 47, 48, 57, 63, 64, 65, 96, 100, 128, 200, 256, 257, 512, 1000)
+MOST_ROWS = 1024
+"""Rows of the largest call that is probed; longer products are cut into such calls."""
+_SMALL_COUNTS = (*range(2, 34), 40, 47, 48, 57, 63, 64, 65, 66, 67, 68, 96, 100, 128)
+_LARGE_COUNTS = (200, 256, 257, 511, 1000, 1023, MOST_ROWS)
+_ROW_COUNTS = (*_SMALL_COUNTS, *_LARGE_COUNTS)
 _REFERENCE_ROWS = 64
 
 
@@ -48,6 +52,7 @@ _NATURAL = RowRule(1, 1)
 
 _rules: dict[Signature, RowRule] = {}
 _padded: dict[tuple[int, int], int] = {}  # (rules found, rows) -> what they all allow
+_threads = torch.get_num_threads()
 _contract = True
 
 
@@ -68,12 +73,22 @@ def padded_rows(count: int, device: torch.device) -> int:
     """
     if device.type != "cpu" or not _contract:
         return count
+    _forget_other_threads()
     key = (len(_rules), count)
     padded = _padded.get(key)
     if padded is None:
         needs = (rule.rows(count) for rule in _rules.values())
         padded = _padded[key] = max(needs, default=max(4, count))
     return padded
+
+
+def _forget_other_threads() -> None:
+    """Rules hold for the thread count that they were found with."""
+    global _threads
+    if torch.get_num_threads() != _threads:
+        _threads = torch.get_num_threads()
+        _rules.clear()
+        _padded.clear()
 
 
 @contextmanager
@@ -106,13 +121,19 @@ def _places_agree(signature: Signature) -> bool:
 
 
 def _agrees(signature: Signature, rows: int) -> bool:
-    for batch, places in ((2, (0, 3)), (5, (1, 2))):
-        x, w = _operands(signature, batch, max(rows + 3, _REFERENCE_ROWS))
-        want = torch.bmm(x[:, :_REFERENCE_ROWS].contiguous(), w)
+    """Whether every row of a call has the bits that it has in calls of 64 rows.
+
+    Small calls are tried at four places, so that a row stands first, last and in the middle.
+    """
+    trials = ((2, (0, 3)), (5, (1, 2))) if rows <= _SMALL_COUNTS[-1] else ((2, (1,)),)
+    for batch, places in trials:
+        whole = -(-(rows + max(places)) // _REFERENCE_ROWS) * _REFERENCE_ROWS
+        x, w = _operands(signature, batch, whole)
+        parts = torch.split(x, _REFERENCE_ROWS, dim=1)
+        want = torch.cat([torch.bmm(part.contiguous(), w) for part in parts], 1)
         for first in places:
             got = torch.bmm(x[:, first : first + rows].contiguous(), w)
-            overlap = min(rows, _REFERENCE_ROWS - first)
-            if not torch.equal(got[:, :overlap], want[:, first : first + overlap]):
+            if not torch.equal(got, want[:, first : first + rows]):
                 return False
     return True
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kdtree_engine.kernels.matmul.probe import row_rule
+from kdtree_engine.kernels.matmul.probe import MOST_ROWS, row_rule
 
 SEGMENT = 512
 """float32 products longer than this along K are cut into segments, added in order."""
@@ -31,6 +31,8 @@ def row_bmm(x: Tensor, w: Tensor) -> Tensor:
     if depth % ALIGNMENT or columns % ALIGNMENT:
         deeper, wider = -depth % ALIGNMENT, -columns % ALIGNMENT
         return row_bmm(pad(x, (0, deeper)), pad(w, (0, wider, 0, deeper)))[..., :columns]
+    if rows > MOST_ROWS:
+        return torch.cat([row_bmm(part, w) for part in torch.split(x, MOST_ROWS, dim=1)], 1)
     if depth > SEGMENT and x.dtype == torch.float32:
         return _segments(x, w)
     rule = row_rule((depth, columns, x.dtype, w.stride(2) != 1))

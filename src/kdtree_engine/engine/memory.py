@@ -1,0 +1,75 @@
+"""What a model will take, and what there is: known from the config before a tensor is read."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from kdtree_engine.checkpoints.names import expected_tensors
+from kdtree_engine.config import PAGE_SIZE, DrafterConfig, ModelConfig
+from kdtree_engine.errors import CapacityError
+
+_CPU_CACHE_BYTES = 2 << 30
+_CUDA_CACHE_SHARE = 0.8  # of the memory that is free once the weights are in
+_GIB = 1 << 30
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that could be taken now; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    available = fields.get("MemAvailable", "").split()
+    return int(available[0]) * 1024 if available else None
+
+
+def parameters(config: ModelConfig) -> int:
+    """Weights of a target, its quantised experts counted one by one."""
+    specs = expected_tensors(config, experts=False).values()
+    total = sum(math.prod(spec.shape) for spec in specs)
+    layers = sum(config.is_moe_layer(layer) for layer in range(config.num_layers))
+    expert = 3 * config.hidden_size * config.moe_intermediate_size
+    return total + layers * config.num_experts * expert
+
+
+def page_bytes(config: ModelConfig, drafter: DrafterConfig | None, dtype: torch.dtype) -> int:
+    """One cache page in all layers, the drafter's context included."""
+    elements = config.num_layers * config.latent_dim
+    if drafter is not None:
+        elements += drafter.num_layers * 2 * drafter.num_kv_heads * drafter.head_dim
+    return elements * dtype.itemsize * PAGE_SIZE
+
+
+def check_fits(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise CapacityError if the weights alone exceed the memory that is free."""
+    needed, free = parameters(config) * dtype.itemsize, free_bytes(device)
+    if free is not None and needed > free:
+        raise CapacityError(
+            f"the weights take {needed / _GIB:,.1f} GiB as {str(dtype).removeprefix('torch.')}, "
+            f"experts unpacked, but {device} has {free / _GIB:,.1f} GiB free; take a machine with "
+            "more memory, or a narrower dtype"
+        )
+
+
+def cache_pages(asked: int, most: int, size: int, device: torch.device) -> int:
+    """Pages to allocate, `size` bytes each: what was asked for (0: `most`), as far as it fits.
+
+    Raises CapacityError when more was asked for than there is.
+    """
+    free = free_bytes(device)
+    if asked:
+        if free is not None and asked * size > free:
+            raise CapacityError(
+                f"cache_pages {asked} take {asked * size / _GIB:,.1f} GiB, but {device} has "
+                f"{free / _GIB:,.1f} GiB free; ask for at most {free // size}"
+            )
+        return asked
+    affordable = _CPU_CACHE_BYTES
+    if device.type == "cuda" and free is not None:
+        affordable = int(free * _CUDA_CACHE_SHARE)
+    return max(1, min(most, affordable // size))
