@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-
-# A row's ancestors are kept as the bits of one int64; bit 63 is the sign and carries row 63.
-MAX_ANCESTOR_ROWS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,26 +50,6 @@ class DraftTree:
         """The number of nodes besides the root, n."""
         return int(self.tokens.shape[0]) - 1
 
-    def ancestors(self) -> Tensor:
-        """Bit masks [n+1] int64: bit j of row i is set for j = i and for every ancestor j of i.
-
-        Row 63 uses the sign bit, so at most 64 rows (n <= 63) fit.
-        """
-        assert self.nodes < MAX_ANCESTOR_ROWS, "a tree of over 63 nodes has no one-word masks"
-        masks: list[int] = []
-        for row, parent in enumerate(self.parents.tolist()):
-            bit = 1 << row if row < MAX_ANCESTOR_ROWS - 1 else -(1 << row)
-            masks.append(bit if parent < 0 else masks[parent] | bit)
-        return torch.tensor(masks, dtype=torch.int64)
-
-    def visibility(self) -> Tensor:
-        """[n+1, n+1] bool: row i is True at i and at every ancestor of i. Any n."""
-        seen = torch.eye(self.nodes + 1, dtype=torch.bool)
-        for row, parent in enumerate(self.parents.tolist()):
-            if parent >= 0:
-                seen[row] |= seen[parent]
-        return seen
-
 
 @dataclass(frozen=True)
 class AcceptedPath:
@@ -94,7 +70,7 @@ class Span:
     first, count: its rows in the step, consecutive.
     context: committed tokens of the request, all in the cache, before these rows.
     pages: [P] int64, the request's pages in order; they cover `context`, and the rows of a causal
-    run. ancestors: [count] int64 masks over the span's rows (`DraftTree.ancestors`), None for a
+    run. ancestors: [count] int64 masks over the span's rows (`tree.ancestor_bits`), None for a
     causal run.
     """
 

@@ -14,7 +14,8 @@ from kdtree_engine.config import PAGE_SIZE
 from kdtree_engine.kernels.mla_attention import mla_attention, plan_attention
 from kdtree_engine.kernels.mla_attention import reference as code
 from kdtree_engine.kernels.mla_attention.cases import CASES, Case
-from kdtree_engine.types import DraftTree, Span, StepInputs
+from kdtree_engine.kernels.tree_mask import tree_mask
+from kdtree_engine.types import Span, StepInputs
 
 BY_CASE = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 TOLERANCE = 2e-6
@@ -115,8 +116,7 @@ def attend(parts: Sequence[Part], seed: int = 0, padding: int = 0) -> list[Tenso
 def ancestors(parents: Sequence[int] | None) -> Tensor | None:
     if parents is None:
         return None
-    zeros = torch.zeros(len(parents), dtype=torch.int64)
-    return DraftTree(zeros, torch.tensor(parents), zeros, zeros.double()).ancestors()
+    return tree_mask(torch.tensor(parents)[None])[0]
 
 
 def run(text: Text, context: int, count: int, seed: int = 0) -> Tensor:

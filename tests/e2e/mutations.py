@@ -6,7 +6,7 @@ must report it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from e2e.contract import Case
 from kdtree_engine.cache import PageAllocator
-from kdtree_engine.engine import step
+from kdtree_engine.engine import batch, step
 from kdtree_engine.kernels.linear import reference as linear
 from kdtree_engine.kernels.mla_attention import plan
 from kdtree_engine.kernels.mla_attention import reference as attention
@@ -59,14 +59,14 @@ def tiles_fold_backwards(patch: pytest.MonkeyPatch) -> None:
 
 def siblings_see_each_other(patch: pytest.MonkeyPatch) -> None:
     """A row's mask also has the row before it, whoever that is."""
-    original = DraftTree.ancestors
+    original = batch.ancestor_bits
 
-    def ancestors(tree: DraftTree) -> Tensor:
-        masks = original(tree)
-        before = torch.arange(len(masks) - 1)
-        return torch.cat((masks[:1], masks[1:] | (1 << before)))
+    def ancestors(trees: Sequence[DraftTree], rows: int) -> Tensor:
+        masks = original(trees, rows)
+        before = torch.arange(rows - 1)
+        return torch.cat((masks[:, :1], masks[:, 1:] | (1 << before)), 1)
 
-    patch.setattr(DraftTree, "ancestors", ancestors)
+    patch.setattr(batch, "ancestor_bits", ancestors)
 
 
 def chunks_see_their_end(patch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from kdtree_engine.cache import CacheLayout, page_slots
 from kdtree_engine.engine.request import Request
 from kdtree_engine.engine.scheduler import Work
 from kdtree_engine.sampling import SamplingRows
+from kdtree_engine.tree import ancestor_bits
 from kdtree_engine.types import DraftTree, Span, StepInputs
 
 
@@ -74,7 +75,7 @@ def build_batch(
             samples = True
             wanted += range(first, first + count)
         slots += own
-        ancestors = None if tree is None else tree.ancestors().to(device)
+        ancestors = None if tree is None else ancestor_bits([tree], count)[0].to(device)
         spans.append(Span(first, count, request.context, request.page_ids, ancestors))
         parts.append(
             Part(
