@@ -16,8 +16,8 @@ from kdtree_engine.engine.request import RequestOutput
 
 HELDOUT = Path(__file__).resolve().parents[2] / "benches" / "data" / "heldout.json"
 CHOSEN = (1, 8, 23, 38)  # of two packages
-LENGTH = 170  # tokens: over two pages, so that there is a prefix to find
-NEW = 80
+LENGTH = 130  # tokens: two pages and little more, so that a hit leaves next to nothing to prefill
+NEW = 48
 SETTINGS = {
     "greedy": SamplingParams(max_tokens=NEW, ignore_eos=True),
     "sampled": SamplingParams(max_tokens=NEW, ignore_eos=True, temperature=1.0, seed=11),
@@ -33,6 +33,7 @@ class Runs:
 
     cold: dict[str, list[RequestOutput]]
     warm: dict[str, list[RequestOutput]]  # again, on the pages that the cold runs left
+    lost: dict[str, list[RequestOutput]]  # again, without the drafter's share of those pages
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +56,16 @@ def drafted(llm: LLM, prompts: list[list[int]]) -> Runs:
     assert isinstance(llm.engine.drafter, DFlashDrafter)
     cold: dict[str, list[RequestOutput]] = {}
     warm: dict[str, list[RequestOutput]] = {}
+    lost: dict[str, list[RequestOutput]] = {}
     for name, params in SETTINGS.items():
         fresh = LLM(device="cpu", tree_nodes=15)
         cold[name] = fresh.generate(prompts, params)
         warm[name] = fresh.generate(prompts, params)
         fresh.engine.check_integrity()
-    return Runs(cold, warm)
+        for keys_values in fresh.engine.pool.draft:
+            keys_values.zero_()
+        lost[name] = fresh.generate(prompts, params)
+    return Runs(cold, warm, lost)
 
 
 def tokens_per_step(outputs: list[RequestOutput]) -> float:
@@ -76,7 +81,7 @@ def test_the_answer_is_plain_decodings(
     plain = LLM(device="cpu", drafter="none", tree_nodes=0).generate(prompts, SETTINGS[sampling])
     assert [len(output.token_ids) for output in plain] == [NEW] * len(prompts)
     assert tokens_per_step(plain) == 1.0
-    for runs in (drafted.cold, drafted.warm):
+    for runs in (drafted.cold, drafted.warm, drafted.lost):
         got = [output.token_ids for output in runs[sampling]]
         assert got == [output.token_ids for output in plain]
 
@@ -98,6 +103,8 @@ def test_a_prefix_hit_keeps_acceptance(drafted: Runs, sampling: str) -> None:
     assert [output.stats.cached_tokens for output in cold] == [0] * len(cold)
     assert all(output.stats.cached_tokens == 128 for output in warm)
     assert tokens_per_step(warm) == pytest.approx(tokens_per_step(cold), rel=0.05)
+    # What the comparison would say of a hit that brings the target's latents alone.
+    assert tokens_per_step(drafted.lost[sampling]) < 0.9 * tokens_per_step(cold)
 
 
 def parsed_lines(source: str) -> int:
