@@ -54,13 +54,15 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def phase_table(rows: Sequence[Row]) -> str:
-    """Milliseconds a step per phase, of the rows whose engine has a stopwatch."""
+    """Percent of a step per phase, of the rows whose engine has a stopwatch."""
     timed = [row for row in rows if row.get("phases_ms_per_step")]
     names = list(timed[0]["phases_ms_per_step"]) if timed else []
     lines = [f"| setting | T | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
     for row in sorted(timed, key=lambda row: row["temperature"]):
-        figures = " | ".join(f"{row['phases_ms_per_step'][name]:.2f}" for name in names)
-        lines.append(f"| {row['row']} | {row['temperature']:g} | {figures} |")
+        phases = row["phases_ms_per_step"]
+        whole = sum(phases.values())
+        shares = " | ".join(f"{100 * phases[name] / whole:.1f}" for name in names)
+        lines.append(f"| {row['row']} | {row['temperature']:g} | {shares} |")
     return "\n".join(lines)
 
 
@@ -94,7 +96,7 @@ def write_docs(rows: Sequence[Row], path: Path = DOCS) -> None:
     """Replace what stands between the markers; append both where the page has none."""
     timed = next(row for row in rows if "floor_ms_per_step" in row)
     body = "\n\n".join(
-        [hardware(timed), table(rows), "Milliseconds a step, by phase:", phase_table(rows)]
+        [hardware(timed), table(rows), "Percent of a step, by phase:", phase_table(rows)]
     )
     text = path.read_text(encoding="utf-8") if path.exists() else "# Benchmarks\n"
     before, found, rest = text.partition(BEGIN)
