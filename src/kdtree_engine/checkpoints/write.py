@@ -155,7 +155,7 @@ def _expert(
 
 
 def _mtp_layer(layer: int, config: ModelConfig, generator: torch.Generator) -> dict[str, Tensor]:
-    """A multi-token-prediction layer: a decoder layer and what joins it to the model (2.4)."""
+    """A multi-token-prediction layer: a decoder layer and what joins it to the model."""
     hidden, vocab = config.hidden_size, config.vocab_size
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens.weight": (vocab, hidden),
@@ -178,7 +178,7 @@ def _mtp_layer(layer: int, config: ModelConfig, generator: torch.Generator) -> d
 
 
 def _vision_shapes(text_hidden: int) -> dict[str, tuple[int, ...]]:
-    """Tensors of the tiny vision tower and projector, under K2.6's names (2.3)."""
+    """Tensors of the tiny vision tower and projector, under K2.6's names."""
     wide, grid, patch = templates.VISION_HIDDEN, templates.VISION_GRID, templates.VISION_PATCH
     merged = 4 * wide  # two by two patches
     shapes: dict[str, tuple[int, ...]] = {
