@@ -103,6 +103,7 @@ def build_engine(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, but the model {known}; "
             "the files are not of one model"
         )
+    check_fits(checkpoint.config, dtype, device)
     draft_folder = _drafter_folder(folder, drafter)
     if not config.tree_nodes:
         draft_folder = None  # plain decoding: nothing to load
@@ -111,7 +112,6 @@ def build_engine(
         draft_checkpoint = open_drafter(draft_folder)
         check_drafter(draft_checkpoint.config, checkpoint.config)
         network = load_drafter(draft_checkpoint, dtype, device, checkpoint.config.max_positions)
-    check_fits(checkpoint.config, dtype, device)
     target = load_target(checkpoint, dtype, device)
     size = page_bytes(checkpoint.config, network.config if network else None, dtype)
     most = config.max_requests * pages_for(checkpoint.config.max_positions)
