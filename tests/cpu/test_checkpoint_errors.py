@@ -171,6 +171,8 @@ def test_config_without_a_key(folder: Path, key: str) -> None:
         ((TEXT, "rope_theta"), 1.0, "is 1, expected a number over 1"),
         ((TEXT, "rope_theta"), 0.5, "is 0.5, expected a number over 1"),
         ((*ROPE, "rope_theta"), 1, "is 1, expected a number over 1"),
+        ((*ROPE, "beta_slow"), 1e-310, "expected 0.001 to 1,000,000"),
+        ((*ROPE, "factor"), 1e-320, "expected 0.001 to 1,000,000"),
         ((TEXT, "rms_norm_eps"), 10**1000, "positive number"),
         ((*ROPE, "type"), "linear", "'linear'; supported: default, yarn"),
         ((*ROPE, "type"), None, '"text_config.rope_scaling.type" is missing'),

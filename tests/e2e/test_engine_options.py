@@ -341,3 +341,8 @@ def weights_of(target: Kimi) -> list[torch.Tensor]:
         return [t for one in fields(value) for t in collect(getattr(value, one.name))]
 
     return collect(target)
+
+
+def test_tree_nodes_of_thousands_of_digits(folder: Path) -> None:
+    for value in ("9" * 5000, "chain:" + "9" * 5000):
+        refused(OptionError, "from 0 to 63", lambda v=value: LLM(folder, tree_nodes=v))

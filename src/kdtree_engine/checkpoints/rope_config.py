@@ -33,6 +33,9 @@ def read_rope(section: Section) -> RopeConfig:
     if kind == "default":
         return RopeConfig(theta=theta)
     inner.must_be("truncate", True)
+    for key in ("factor", "beta_fast", "beta_slow"):
+        if not 1e-3 <= inner.number(key, 1.0) <= 1e6:
+            raise inner.error(key, f"is {inner.number(key):g}, expected 0.001 to 1,000,000")
     return RopeConfig(
         theta=theta,
         kind="yarn",

@@ -9,6 +9,8 @@ from kdtree_engine.errors import OptionError
 from kdtree_engine.tree import build_tree, chain_tree
 from kdtree_engine.types import DraftBlock, DraftTree
 
+_MOST_DIGITS = 4  # int() of thousands of digits raises an error of its own
+
 
 @dataclass(frozen=True)
 class TreePolicy:
@@ -34,6 +36,7 @@ def parse_tree_nodes(value: int | str) -> TreePolicy:
         isinstance(value, bool)
         or not number.isascii()
         or not number.isdigit()
+        or len(number) > _MOST_DIGITS
         or int(number) > most
     ):
         raise OptionError(
