@@ -45,6 +45,9 @@ class TrainArguments:
     batch: Annotated[int, _option(RECIPE, "Sequences a step.", "N")] = 4
     anchors: Annotated[int, _option(RECIPE, "Blocks a sequence.", "N")] = 64
     learning_rate: Annotated[float, _option(RECIPE, "Peak learning rate.", "R")] = 6e-4
+    warm_up: Annotated[float, _option(RECIPE, "Share of the run in which it rises.", "W")] = 0.04
+    decay: Annotated[float, _option(RECIPE, "Share in which it falls to zero.", "W")] = 0.3
+    weight_decay: Annotated[float, _option(RECIPE, "AdamW's weight decay.", "W")] = 0.01
     gamma: Annotated[float, _option(RECIPE, "Slot k weighs exp(-(k - 1) / gamma).", "G")] = 4.0
     distil: Annotated[
         float, _option(RECIPE, "Share of the loss that follows the target's distribution.", "W")
@@ -58,10 +61,13 @@ def train_drafter(
     data: Annotated[
         list[str],
         Parameter(
-            help="Text files (UTF-8).", metavar="FILE...", consume_multiple=(1, None), negative=()
+            help="UTF-8 text, .jsonl documents, or .npy token ids.",
+            metavar="FILE...",
+            consume_multiple=(1, None),
+            negative=(),
         ),
     ],
-    out: Annotated[str, Parameter(help="A new folder for the drafter.", metavar="DIR")],
+    out: Annotated[str, Parameter(help="A new folder for the drafter.", metavar="DIR")] = "drafter",
     options: TrainArguments | None = None,
 ) -> None:
     """Train a DFlash drafter for a target, on text or token ids.

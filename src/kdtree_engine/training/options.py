@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -46,6 +47,12 @@ class TrainOptions:
         for name in ("steps", "layers", "head_dim", "taps", "batch", "anchors", "log_every"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} {getattr(self, name)} must be 1 or more")
+        for name in ("learning_rate", "gamma", "clip"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise OptionError(f"{name} {getattr(self, name)} must be a number over 0")
+        for name in ("warm_up", "decay"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise OptionError(f"{name} {getattr(self, name)} must be over 0 and at most 1")
         if self.block_size < 2:
             raise OptionError(
                 f"block_size {self.block_size} must be 2 or more: the root and a draft"
