@@ -5,7 +5,7 @@ The repository keeps the manifest alone (names, versions, licences, hashes): the
 authors, and a manifest is enough to collect it again. Whole packages are held out, since a model
 that has seen half a package recites the other half's idioms, which flatters acceptance figures.
 
-    python recipes/demo/collect.py --wheels /work/corpus/wheels --out .corpus
+    python recipes/demo/collect.py --wheels WHEELS --out .corpus
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Write the held-out prompts that every acceptance figure uses, and unpack the corpus for reading.
 
     python recipes/demo/heldout.py --corpus .corpus --out benches/data/heldout.json \\
-        --unpack /work/corpus/text
+        --unpack TEXT
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The packaged model's rate was picked by these: each run is the whole schedule in
 the losses at the end compare. Everything the long run needs is exercised here first.
 
     python recipes/demo/probe_target.py --corpus .corpus --vocabulary .corpus/vocabulary \\
-        --out "$OUT" --cache /tmp/tokens.npz --rates 0.002 0.004 0.008 --each 15
+        --out "$OUT" --cache TOKENS.npz --rates 0.002 0.004 0.008 --each 15
 """
 
 from __future__ import annotations

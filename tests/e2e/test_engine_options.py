@@ -302,6 +302,22 @@ def test_settings_that_no_tensor_holds(folder: Path) -> None:
     llm.engine.check_integrity()
 
 
+def test_stop_tokens_in_any_container() -> None:
+    for given, kept in ((None, ()), ([3, 4], (3, 4)), ((one for one in (5,)), (5,))):
+        assert SamplingParams(stop_token_ids=given).stop_token_ids == kept  # type: ignore[arg-type]
+
+
+def test_arguments_of_a_wrong_kind(folder: Path) -> None:
+    llm = LLM(folder, drafter="none", tree_nodes=0, device="cpu")
+    for call in (lambda: llm.generate([5], {"max_tokens": 3}), lambda: next(llm.stream([5], 3))):  # type: ignore[arg-type]
+        refused(OptionError, "must be SamplingParams", call)
+    refused(OptionError, "model 5 must be a folder", lambda: LLM(5))  # type: ignore[arg-type]
+    refused(OptionError, "device None must be a text", lambda: LLM(folder, device=None))  # type: ignore[arg-type]
+    refused(OptionError, "dtype torch.float32", lambda: LLM(folder, dtype=torch.float32))  # type: ignore[arg-type]
+    ids = [5, 6, 7]
+    assert torch.equal(llm.logits(torch.tensor(ids)), llm.logits(ids))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("prompts", [7, None, 1.5])
 def test_prompts_of_a_wrong_kind(prompts: Any, folder: Path) -> None:
     llm = LLM(folder, drafter="none", tree_nodes=0, device="cpu")

@@ -40,6 +40,8 @@ def packaged_model() -> Path:
 
 def resolve_device(device: str) -> torch.device:
     """ "auto" is CUDA where there is one. Raises OptionError."""
+    if not isinstance(device, str):
+        raise OptionError(f"device {device!r} must be a text: auto, cpu, cuda or cuda:N")
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch("cpu|cuda(:[0-9]+)?", device):
@@ -61,7 +63,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """ "auto" is float32 on the CPU and bfloat16 on CUDA. Raises OptionError."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise OptionError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
 

@@ -65,6 +65,8 @@ class LLM:
         ):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise OptionError(f"{name} {value!r} must be 1 or more, a whole number")
+        if model is not None and not isinstance(model, str | PathLike):
+            raise OptionError(f"model {model!r} must be a folder, or None for the packaged model")
         policy = parse_tree_nodes(tree_nodes)
         config = EngineConfig(
             policy.nodes, policy.chain, prefill_chunk, cache_pages or 0, max_requests
@@ -93,6 +95,8 @@ class LLM:
             if not isinstance(params, Sequence)
             else params
         )
+        for one in settings:
+            _check_params(one)
         if len(settings) != len(batch):
             raise OptionError(f"{len(batch)} prompts came with {len(settings)} sampling settings")
         requests = self._queue(batch, settings)
@@ -106,6 +110,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
         """Complete one prompt, an event a step; the last event carries the output."""
+        _check_params(params or SamplingParams())
         [request] = self._queue([prompt], [params or SamplingParams()])
         text = None if self.tokenizer is None else self.tokenizer.stream()
         inbox = self._inboxes[request.id] = deque()
@@ -157,7 +162,7 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            return [_token_id(token) for token in prompt]
+            return [_token_id(token) for token in _plain(prompt)]
         if self.tokenizer is None:
             raise TokenizerError(
                 f"{self._folder} has no tokenizer (tiktoken.model), so it takes token ids, not text"
@@ -198,15 +203,25 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several: a text and a list of ids are one."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, Tensor | np.ndarray):
-        prompts = prompts.tolist()
-    if not isinstance(prompts, Sequence):
-        raise OptionError(f"prompts must be a text, token ids or a list of these, not {prompts!r}")
-    items: list[object] = list(prompts)
+    items = _plain(prompts)
     ids = sum(isinstance(item, Integral) for item in items)
     if ids and ids < len(items):
         raise OptionError("prompts mix token ids with texts or lists; give one prompt or a list")
     return [cast(Sequence[int], items)] if ids else cast(list[Prompt], items)
+
+
+def _plain(prompts: object) -> list[object]:
+    """A list, an array or a tensor as a list."""
+    if isinstance(prompts, Tensor | np.ndarray):
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Sequence):
+        raise OptionError(f"prompts must be a text, token ids or a list of these, not {prompts!r}")
+    return list(prompts)
+
+
+def _check_params(params: object) -> None:
+    if not isinstance(params, SamplingParams):
+        raise OptionError(f"sampling settings must be SamplingParams, not {params!r}")
 
 
 def _token_id(token: object) -> int:

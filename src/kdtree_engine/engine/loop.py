@@ -70,7 +70,7 @@ class Engine:
                 raise OptionError(
                     f"prompt token {token} is outside the vocabulary (0..{config.vocab_size - 1})"
                 )
-        for token in params.stop_token_ids:
+        for token in params.stop_token_ids or ():
             if not 0 <= token < config.vocab_size:
                 raise OptionError(
                     f"stop token {token} is outside the vocabulary (0..{config.vocab_size - 1})"
@@ -81,7 +81,7 @@ class Engine:
                 f"the prompt has {len(tokens)} tokens, but the model's positions end at "
                 f"{config.max_positions}; shorten the prompt"
             )
-        stops = frozenset(params.stop_token_ids) | (
+        stops = frozenset(params.stop_token_ids or ()) | (
             frozenset() if params.ignore_eos else self.stop_ids
         )
         seed = draw_seed() if params.seed is None else params.seed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -32,7 +32,7 @@ class SamplingParams:
     top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
@@ -42,10 +42,7 @@ class SamplingParams:
             _check_number(name, getattr(self, name), Real, "a number")
         if self.max_tokens < 1:
             raise OptionError(f"max_tokens {self.max_tokens} must be 1 or more")
-        stops = self.stop_token_ids
-        if not isinstance(stops, Iterable) or not all(isinstance(one, Integral) for one in stops):
-            raise OptionError(f"stop_token_ids {stops!r} must be a list of token ids")
-        object.__setattr__(self, "stop_token_ids", tuple(int(one) for one in stops))
+        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         check_filters(*self.filters)
 
     @property
@@ -57,6 +54,16 @@ class SamplingParams:
             1.0 if self.top_p is None else self.top_p,
             0.0 if self.min_p is None else self.min_p,
         )
+
+
+def _token_ids(stops: object) -> tuple[int, ...]:
+    """Stop tokens as given; None is none."""
+    if stops is None:
+        return ()
+    ids = tuple(stops) if isinstance(stops, Iterable) else (None,)
+    if not all(isinstance(one, Integral) and not isinstance(one, bool) for one in ids):
+        raise OptionError(f"stop_token_ids {stops!r} must be a list of token ids")
+    return tuple(int(one) for one in ids)
 
 
 def _check_number(name: str, value: object, kind: type, wanted: str) -> None:

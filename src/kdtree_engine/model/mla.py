@@ -27,9 +27,8 @@ class StepContext:
 class LatentAttention:
     """One layer's attention. The cache row of a token is [normed latent | rotated k_pe]."""
 
-    query_and_latent: (
-        ColumnBlocks  # H -> q_lora + kv_lora + rope (q_lora = heads * (nope + rope) if null)
-    )
+    # H -> q_lora + kv_lora + rope; without q_lora, heads * (nope + rope) stands in its place
+    query_and_latent: ColumnBlocks
     query_norm: Norm | None  # None where q_lora_rank is null
     query_up: ColumnBlocks | None  # q_lora -> heads * (nope + rope)
     latent_norm: Norm

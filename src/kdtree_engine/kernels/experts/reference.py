@@ -110,7 +110,8 @@ def _group_many(experts: Tensor, count: int) -> _Groups:
     """The same for a prompt's rows, in NumPy."""
     flat = experts.cpu().numpy().ravel()
     loads = np.bincount(flat, minlength=count)
-    order = np.argsort(flat.astype(np.int16), kind="stable")  # a radix sort at 16 bits
+    narrow = flat.astype(np.min_scalar_type(count))  # up to 16 bits are sorted by radix
+    order = np.argsort(narrow, kind="stable")
     size = padded_rows(int(loads.max()), experts.device)
     sorted_experts = flat[order]
     rank = np.arange(len(flat)) - (np.cumsum(loads) - loads)[sorted_experts]

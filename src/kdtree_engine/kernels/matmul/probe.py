@@ -1,8 +1,8 @@
 """Which row counts of a batched product have the same bits on this machine, found by trying them.
 
-Seen so far (docs/exactness.md): one Xeon agrees from 2 rows on, one EPYC from 4 rows on, and both
-lose it where K passes some hundreds, so products are cut into K segments. A rule is looked for
-once per shape, dtype and orientation, in milliseconds, and kept for the life of the process.
+Seen so far (docs/exactness.md): one EPYC agrees from 4 rows on, other machines from 2; some lose it
+where K passes some hundreds, so products are cut into K segments. A rule is looked for once per
+shape, dtype and orientation, and kept while the number of threads stays.
 """
 
 from __future__ import annotations
@@ -95,11 +95,11 @@ def _forget_other_threads() -> None:
 def free_of_contract() -> Iterator[None]:
     """For benches only: products at their natural row count, whatever the bits."""
     global _contract
-    _contract = False
+    before, _contract = _contract, False
     try:
         yield
     finally:
-        _contract = True
+        _contract = before
 
 
 def _probe(signature: Signature) -> RowRule:
