@@ -82,18 +82,34 @@ class Span:
 
 
 @dataclass(frozen=True, eq=False)
+class SpanTable:
+    """S spans of N rows each, known to the device alone: shapes are fixed, values are not.
+
+    contexts: [S] int32, committed tokens of each request before these rows. pages: [S, P] int32,
+    each request's pages in order; places it has no page for hold the null page. ancestors: [S, N]
+    int64 masks over the span's rows, None for one causal run (then S is 1, and row i of it sees the
+    context and rows 0..i). Row r of the step belongs to span r // N.
+    """
+
+    contexts: Tensor
+    pages: Tensor
+    ancestors: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class StepInputs:
     """One forward pass over R rows of any number of requests.
 
     tokens, positions: [R] int64. slots: [R] int64, where each row's latent goes (page * 64 +
-    offset; a page of the request for prefill, scratch for a tree). logit_rows: [L] int64, the rows
-    whose logits are wanted.
+    offset; a page of the request for prefill, scratch for a tree). spans: whose rows these are, as
+    host values or as a table on the device, which a captured graph needs. logit_rows: [L] int64,
+    the rows whose logits are wanted.
     """
 
     tokens: Tensor
     positions: Tensor
     slots: Tensor
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...] | SpanTable
     logit_rows: Tensor
 
 

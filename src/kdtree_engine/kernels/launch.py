@@ -1,0 +1,47 @@
+"""What every Triton kernel of the package needs around it: when kernels run, and how they start.
+
+A kernel runs for tensors on a CUDA device, and, in tests, for CPU tensors under Triton's
+interpreter. Kernels start by programmatic dependent launch where the device has it (sm_90 on): a
+grid's blocks are placed while the grid before still runs, and every kernel waits for that one
+before it touches memory that the step writes (`begin` in kernels/prologue.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SMALLEST_SHARED_MEMORY = 101_376
+"""Bytes of shared memory a block may take on sm_120, the least of the devices supported."""
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Whether operators on `x` run as kernels."""
+    return x.is_cuda
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """SMs of the device; 132, an H200's, where there is none (the interpreter)."""
+    if device.type != "cuda":
+        return 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def _dependent_launch(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(x: Tensor) -> dict[str, Any]:
+    """Keyword arguments of every launch: PDL (the kernel's constexpr) and its launch attribute."""
+    on = _dependent_launch(x.device)
+    return {"PDL": True, "launch_pdl": True} if on else {"PDL": False}
+
+
+def precise(x: Tensor) -> bool:
+    """Whether products of `x` need IEEE float32 (PRECISE): the tensor cores would round to tf32."""
+    return x.dtype == torch.float32
