@@ -13,6 +13,9 @@ from checkpoint_tools import CheckpointMaker
 
 from kdtree_engine.checkpoints.write import make_checkpoint
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+
 
 @pytest.fixture(scope="session", autouse=True)
 def pinned_threads() -> Iterator[None]:

@@ -1,0 +1,1 @@
+"""What each operator offers to benches/kernels.py: variants to check and time."""
