@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_tools import CheckpointMaker
+from interpreter import allow_device_loops
 
 from kdtree_engine.checkpoints.write import make_checkpoint
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+    allow_device_loops()
 
 
 @pytest.fixture(scope="session", autouse=True)

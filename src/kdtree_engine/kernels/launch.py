@@ -19,8 +19,8 @@ SMALLEST_SHARED_MEMORY = 101_376
 
 
 def has_kernel(x: Tensor) -> bool:
-    """Whether operators on `x` run as kernels."""
-    return x.is_cuda
+    """Whether operators on `x` run as kernels: on CUDA, unless gradients are being recorded."""
+    return x.is_cuda and not torch.is_grad_enabled()
 
 
 @functools.cache

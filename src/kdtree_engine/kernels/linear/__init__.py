@@ -1,12 +1,121 @@
-"""Dense product of rows with one weight, stored in column blocks.
+"""Dense product of rows with one weight.
 
-Column blocks [blocks, K, columns] turn the product into a batched one: on the CPU that is row-exact
-from few rows on and about twice as fast as one wide product, which packs its weights anew at every
-call (docs/log.md); on the GPU they are the tile-contiguous layout that reaches the memory floor.
+Two stored forms. ColumnBlocks [blocks, K, columns] turn the product into a batched one: on the CPU
+that is row-exact from few rows on and about twice as fast as one wide product, which packs its
+weights anew at every call (docs/log.md); training uses them on any device. PackedLinear is the
+form that kernels read.
 """
 
 from __future__ import annotations
 
-from kdtree_engine.kernels.linear.reference import ColumnBlocks, linear, pack_columns
+from typing import NamedTuple
 
-__all__ = ["ColumnBlocks", "linear", "pack_columns"]
+import torch
+from torch import Tensor
+
+from kdtree_engine.kernels.launch import launch_options, precise
+from kdtree_engine.kernels.linear import reference
+from kdtree_engine.kernels.linear.packed import TILE, PackedLinear, pack_linear, random_linear
+from kdtree_engine.kernels.linear.reference import ColumnBlocks, pack_columns
+
+DenseWeight = ColumnBlocks | PackedLinear
+
+
+class Tiles(NamedTuple):
+    """Launch constants of one product; they change its speed, never its bits."""
+
+    block_n: int
+    block_t: int
+    block_k: int
+    warps: int
+    stages: int
+    split: bool
+
+
+def pack_weight(
+    weight: Tensor, dtype: torch.dtype, device: torch.device | str, kernels: bool
+) -> DenseWeight:
+    """A checkpoint's `weight` [out, in], for kernels or for the reference."""
+    return (pack_linear if kernels else pack_columns)(weight, dtype, device)
+
+
+def linear(x: Tensor, weight: DenseWeight) -> Tensor:
+    """x [R, K] times the weight, [R, columns], in x's dtype; rows do not affect each other."""
+    if isinstance(weight, ColumnBlocks):
+        return reference.linear(x, weight)
+    return add_parts(product(x, weight), weight.columns, x.dtype)
+
+
+def product(x: Tensor, weight: DenseWeight) -> Tensor:
+    """The same before its last additions, for an operator that reads the sum once and can do them.
+
+    ColumnBlocks: [R, columns] in x's dtype. PackedLinear: parts [S, R, width] float32, to be added
+    in order; columns beyond the weight's are zeros.
+    """
+    if isinstance(weight, ColumnBlocks):
+        return reference.linear(x, weight)
+    assert x.ndim == 2 and x.shape[1] == weight.depth, f"{list(x.shape)} times {weight.depth}"
+    assert x.dtype == weight.tiles.dtype, f"{x.dtype} rows, {weight.tiles.dtype} weights"
+    return _launch_parts(x, weight, choose_tiles(x.shape[0], weight))
+
+
+def choose_tiles(rows: int, weight: PackedLinear) -> Tiles:
+    """Launch constants by the number of rows, from benches/kernels.py on an H200."""
+    wide = weight.tiles.shape[0] % 2 == 0
+    pairs = weight.tiles.shape[1] % 2 == 0 and weight.tiles.element_size() == 2
+    block_k = 128 if pairs else 64
+    if rows <= 64:
+        block_t = max(8, 1 << (rows - 1).bit_length())
+        return Tiles(64, block_t, block_k, 4, 4 if block_t <= 32 else 3, True)
+    if rows <= 256:
+        return Tiles(64, 64, 64, 4, 4, weight.tiles.shape[0] < 64)
+    return Tiles(128 if wide else 64, 128 if wide else 64, 64, 8 if wide else 4, 3, False)
+
+
+def _launch_parts(x: Tensor, weight: PackedLinear, tiles: Tiles) -> Tensor:
+    from kdtree_engine.kernels.linear.kernel import linear_parts
+
+    rows = x.shape[0]
+    x = x.contiguous()
+    parts = weight.segments if tiles.split else 1
+    out = torch.empty(parts, rows, weight.width, dtype=torch.float32, device=x.device)
+    grid = (weight.width // tiles.block_n, parts, -(-rows // tiles.block_t))
+    linear_parts[grid](
+        x, weight.tiles, out, rows, weight.depth, weight.tiles.shape[1], weight.segment,
+        weight.segments, weight.width, tiles.split and weight.segments > 1, tiles.block_n,
+        tiles.block_t, tiles.block_k, tiles.stages, precise(x),
+        num_warps=tiles.warps, **launch_options(x),
+    )  # fmt: skip
+    return out
+
+
+def add_parts(parts: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """The sum of parts [S, R, width] in order, its first `columns` columns, [R, columns]."""
+    if parts.shape[0] == 1 and dtype == parts.dtype:
+        return parts[0, :, :columns]
+    from kdtree_engine.kernels.linear.kernel import sum_parts
+
+    count, rows, width = parts.shape
+    out = torch.empty(rows, columns, dtype=dtype, device=parts.device)
+    block = 1024
+    sum_parts[(rows, -(-columns // block))](
+        parts, out, rows, columns, width, count, block, num_warps=4, **launch_options(parts)
+    )
+    return out
+
+
+__all__ = [
+    "TILE",
+    "ColumnBlocks",
+    "DenseWeight",
+    "PackedLinear",
+    "Tiles",
+    "add_parts",
+    "choose_tiles",
+    "linear",
+    "pack_columns",
+    "pack_linear",
+    "pack_weight",
+    "product",
+    "random_linear",
+]
