@@ -23,3 +23,31 @@ CASES = (
     Case("batch", 3, 4, 2, 16, 8, 65),
     Case("no-context", 2, 2, 1, 16, 2, 0),
 )
+
+
+@dataclass(frozen=True)
+class PagedCase:
+    """Blocks of L rows over paged contexts of the given lengths, under a window or two."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block: int
+    contexts: tuple[int, ...]
+    window: int | None = None
+    sliding: int | None = None
+
+
+PAGED_CASES = (
+    PagedCase("packaged", 4, 2, 64, 8, (300,)),
+    PagedCase("borders", 4, 2, 16, 8, (63, 64, 65, 0, 1)),
+    PagedCase("window", 4, 1, 32, 5, (200, 64, 10), window=70),
+    PagedCase("sliding", 6, 2, 24, 8, (200, 128, 3), sliding=66),
+    PagedCase("narrow", 2, 2, 16, 8, (150, 7), window=20, sliding=4),
+    PagedCase("many-rows", 20, 1, 16, 7, (130,)),
+    PagedCase("one-row", 2, 1, 16, 1, (65, 0)),
+)
+
+KIMI = PagedCase("kimi-k2.6", 64, 8, 128, 8, (131_072,))
+"""z-lab's Kimi-K2.6-DFlash; one of eight ranks has 8 heads and 1 KV head."""

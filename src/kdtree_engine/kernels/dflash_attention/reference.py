@@ -29,3 +29,50 @@ def dflash_attention(
         query.transpose(1, 2), joined[0], joined[1], attn_mask=mask.unsqueeze(1)
     )
     return out.transpose(1, 2)
+
+
+def dflash_attention_paged(
+    query: Tensor,
+    own: tuple[Tensor, Tensor],
+    draft_layer: Tensor,
+    contexts: Tensor,
+    pages: Tensor,
+    window: int | None,
+    sliding: int | None,
+) -> Tensor:
+    """The operator `dflash_attention_paged` of this folder, gathered page by page.
+
+    What no row sees is replaced by zeros, so memory that nobody has written may hold anything. On a
+    CPU only the tokens from the first to the last visible one are gathered.
+    """
+    length, page_size = query.shape[1], draft_layer.shape[1]
+    first, last = 0, pages.shape[1] * page_size
+    if query.device.type == "cpu":
+        last = int(contexts.max())
+        reach = [last, last if window is None else window, last if sliding is None else sliding - 1]
+        first = max(0, int(contexts.min()) - min(reach))
+    at = torch.arange(first, last, device=query.device)  # [S]
+    slots = pages.index_select(1, at // page_size).long() * page_size + at % page_size  # [B, S]
+    rows = torch.unflatten(draft_layer.flatten(0, 1)[slots.flatten()], 0, slots.shape)
+    mask = _visible(at, contexts, length, window, sliding)
+    seen = mask[:, :, : at.numel()].any(1)  # [B, S]
+    rows = torch.where(seen[:, :, None, None, None], rows, 0)  # [B, S, 2, kv_heads, hd]
+    return dflash_attention(query, (rows[:, :, 0], rows[:, :, 1]), own, mask)
+
+
+def _visible(
+    at: Tensor, contexts: Tensor, length: int, window: int | None, sliding: int | None
+) -> Tensor:
+    """[B, L, S + L] bool for context positions at [S]; the rules of DFlashModel.visible."""
+    anchors = contexts.long()[:, None, None]  # [B, 1, 1]
+    offsets = torch.arange(length, device=at.device)
+    rows = anchors + offsets[:, None]  # [B, L, 1]
+    context = (at < anchors).expand(-1, length, -1)
+    own = torch.ones(length, length, dtype=torch.bool, device=at.device)
+    if window is not None:
+        context = context & (at >= anchors - window)
+    if sliding is not None:
+        distance = offsets[:, None] - offsets
+        own = (distance >= 0) & (distance < sliding)
+        context = context & (rows - at < sliding)
+    return torch.cat((context, own.expand(len(contexts), -1, -1)), 2)
