@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kdtree_engine.config import DrafterConfig
 from kdtree_engine.kernels.dflash_attention import dflash_attention
-from kdtree_engine.kernels.linear import ColumnBlocks, linear
+from kdtree_engine.kernels.linear import ColumnBlocks, DenseWeight, linear
 from kdtree_engine.kernels.rope import Angles, RopeTable, rotate_half
 from kdtree_engine.model.layers import GatedMLP, Norm
 
@@ -41,11 +41,11 @@ class DFlashLayer:
     """Attention over [context ; block], then a gated MLP, each behind a norm and a residual."""
 
     input_norm: Norm
-    query: ColumnBlocks  # H -> heads * hd
-    key_value: ColumnBlocks  # H -> 2 * kv_heads * hd, keys first
+    query: DenseWeight  # H -> heads * hd
+    key_value: DenseWeight  # H -> 2 * kv_heads * hd, keys first
     query_norm: Norm  # over hd
     key_norm: Norm
-    output: ColumnBlocks  # heads * hd -> H
+    output: DenseWeight  # heads * hd -> H
     mlp_norm: Norm
     mlp: GatedMLP
 
@@ -60,19 +60,19 @@ class DFlashModel:
     """The drafter's weights; embedding and head are the target's."""
 
     config: DrafterConfig
-    fc: ColumnBlocks  # n * H -> H
+    fc: DenseWeight  # n * H -> H
     hidden_norm: Norm
     layers: tuple[DFlashLayer, ...]
     norm: Norm
     rope: RopeTable
 
     def parameters(self) -> list[Tensor]:
-        """Every weight, for training."""
-        found = [self.fc.blocks, self.hidden_norm.weight, self.norm.weight]
+        """Every weight, for training, which runs on column blocks."""
+        found = [_blocks(self.fc), self.hidden_norm.weight, self.norm.weight]
         for layer in self.layers:
             found += [layer.input_norm.weight, layer.query_norm.weight, layer.key_norm.weight]
-            found += [layer.mlp_norm.weight, layer.query.blocks, layer.key_value.blocks]
-            found += [layer.output.blocks, layer.mlp.gate_up.blocks, layer.mlp.down.blocks]
+            found += [layer.mlp_norm.weight, _blocks(layer.query), _blocks(layer.key_value)]
+            found += [_blocks(layer.output), _blocks(layer.mlp.gate_up), _blocks(layer.mlp.down)]
         return found
 
     def context_keys_values(self, taps: Tensor, positions: Tensor) -> list[KeysValues]:
@@ -128,3 +128,8 @@ class DFlashModel:
             own &= (distance >= 0) & (distance < self.config.sliding_window)
             context &= rows - past < self.config.sliding_window
         return torch.cat((context, own), 2)
+
+
+def _blocks(weight: DenseWeight) -> Tensor:
+    assert isinstance(weight, ColumnBlocks), "weights laid out for kernels cannot be trained"
+    return weight.blocks

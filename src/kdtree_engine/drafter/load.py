@@ -11,7 +11,7 @@ from kdtree_engine.checkpoints import DrafterCheckpoint
 from kdtree_engine.checkpoints.names import drafter_tensors as expected
 from kdtree_engine.config import DrafterConfig
 from kdtree_engine.drafter.dflash_model import DFlashLayer, DFlashModel
-from kdtree_engine.kernels.linear import pack_columns
+from kdtree_engine.kernels.linear import DenseWeight, pack_weight
 from kdtree_engine.kernels.rope import rope_table
 from kdtree_engine.model.layers import GatedMLP, Norm
 
@@ -19,7 +19,7 @@ from kdtree_engine.model.layers import GatedMLP, Norm
 def load_drafter(
     checkpoint: DrafterCheckpoint, dtype: torch.dtype, device: torch.device, positions: int = 0
 ) -> DFlashModel:
-    """The network of a z-lab layout checkpoint, its weights in `dtype` on `device`.
+    """The network of a z-lab layout checkpoint, its weights in `dtype` on `device`, for inference.
 
     It drafts for at least `positions` positions, the target's, even where its config says fewer or
     nothing: only the guesses may suffer.
@@ -27,14 +27,23 @@ def load_drafter(
     config = checkpoint.config
     config = replace(config, max_positions=max(config.max_positions, positions))
     tensors = {name: checkpoint.tensor(name) for name in expected(config)}
-    return build_drafter(config, tensors, dtype, device)
+    return build_drafter(config, tensors, dtype, device, kernels=device.type == "cuda")
 
 
 def build_drafter(
-    config: DrafterConfig, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device
+    config: DrafterConfig,
+    tensors: dict[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: bool = False,
 ) -> DFlashModel:
-    """The network from tensors named as in a checkpoint, [out, in]."""
+    """The network from tensors named as in a checkpoint, [out, in]; laid out for kernels, or for
+    training.
+    """
     eps = config.rms_norm_eps
+
+    def pack(*names: str) -> DenseWeight:
+        return pack_weight(rows(*names), dtype, device, kernels)
 
     def norm(name: str) -> Norm:
         return Norm(tensors[name + ".weight"].to(device, dtype), eps)
@@ -46,21 +55,21 @@ def build_drafter(
         attention = prefix + "self_attn."
         return DFlashLayer(
             norm(prefix + "input_layernorm"),
-            pack_columns(rows(attention + "q_proj"), dtype, device),
-            pack_columns(rows(attention + "k_proj", attention + "v_proj"), dtype, device),
+            pack(attention + "q_proj"),
+            pack(attention + "k_proj", attention + "v_proj"),
             norm(attention + "q_norm"),
             norm(attention + "k_norm"),
-            pack_columns(rows(attention + "o_proj"), dtype, device),
+            pack(attention + "o_proj"),
             norm(prefix + "post_attention_layernorm"),
             GatedMLP(
-                pack_columns(rows(prefix + "mlp.gate_proj", prefix + "mlp.up_proj"), dtype, device),
-                pack_columns(rows(prefix + "mlp.down_proj"), dtype, device),
+                pack(prefix + "mlp.gate_proj", prefix + "mlp.up_proj"),
+                pack(prefix + "mlp.down_proj"),
             ),
         )
 
     return DFlashModel(
         config,
-        pack_columns(rows("fc"), dtype, device),
+        pack("fc"),
         norm("hidden_norm"),
         tuple(layer(f"layers.{index}.") for index in range(config.num_layers)),
         norm("norm"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kdtree_engine.config import ModelConfig
-from kdtree_engine.kernels.linear import ColumnBlocks, linear
+from kdtree_engine.kernels.linear import DenseWeight, linear
 from kdtree_engine.kernels.matmul import padded_rows
 from kdtree_engine.kernels.mla_attention import plan_attention
 from kdtree_engine.kernels.rope import RopeTable
@@ -21,17 +21,25 @@ from kdtree_engine.types import StepInputs, TargetOutput
 
 @dataclass(frozen=True, eq=False)
 class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Every addition is followed by a norm, so the two are one operator and the residual stream
+    travels with its norm: a layer takes both, and gives both, normed for what comes after it.
+    """
 
     attention_norm: Norm
     attention: LatentAttention
     mlp_norm: Norm
     mlp: GatedMLP | MixtureOfExperts
 
-    def __call__(self, x: Tensor, latents: Tensor, step: StepContext) -> Tensor:
-        """Residual stream [R, H] -> [R, H]."""
-        x = x + self.attention(self.attention_norm(x), latents, step)
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(
+        self, x: Tensor, normed: Tensor, latents: Tensor, step: StepContext, following: Norm
+    ) -> tuple[Tensor, Tensor]:
+        """Residual stream x [R, H] and attention_norm(x) -> the same after this layer, normed by
+        `following`.
+        """
+        x, normed = self.mlp_norm.after(self.attention(normed, latents, step), x)
+        return self.mlp.add(normed, x, following)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +52,7 @@ class Kimi:
     embedding: Tensor  # [V, H]
     layers: tuple[DecoderLayer, ...]
     norm: Norm
-    head: ColumnBlocks  # H -> V
+    head: DenseWeight  # H -> V
     rope: RopeTable
 
     @property
@@ -71,22 +79,26 @@ class Kimi:
         angles = self.rope.at(padded.positions).over_heads()
         step = StepContext(padded.slots, plan_attention(padded, null_slot), angles)
         x = self.embedding.index_select(0, padded.tokens)
+        normed = self.layers[0].attention_norm(x)
+        following = [*(layer.attention_norm for layer in self.layers[1:]), self.norm]
         taps: dict[int, Tensor] = {}
         for index, (layer, cache) in enumerate(zip(self.layers, latents, strict=True)):
-            x = layer(x, cache, step)
+            x, normed = layer(x, normed, cache, step, following[index])
             if index in tap_layers:
                 taps[index] = x[:rows]
-        logits = self.logits(x, inputs.logit_rows)
+        logits = self.logits(normed, inputs.logit_rows)
         joined = torch.cat([taps[index] for index in tap_layers], 1) if tap_layers else None
         return TargetOutput(logits, joined)
 
-    def logits(self, x: Tensor, wanted: Tensor) -> Tensor:
-        """float32 logits [L, V] of the rows `wanted` [L] of the last layer's output [R, H]."""
+    def logits(self, normed: Tensor, wanted: Tensor) -> Tensor:
+        """float32 logits [L, V] of the rows `wanted` [L] of the last layer's normed output
+        [R, H].
+        """
         count = int(wanted.shape[0])
         if not count:
-            return x.new_zeros((0, self.config.vocab_size), dtype=torch.float32)
+            return normed.new_zeros((0, self.config.vocab_size), dtype=torch.float32)
         padded = _repeat_last(wanted, padded_rows(count, self.device) - count)
-        return linear(self.norm(x.index_select(0, padded)), self.head)[:count].float()
+        return linear(normed.index_select(0, padded), self.head, torch.float32)[:count]
 
 
 def _pad(inputs: StepInputs, extra: int, spill_slot: int) -> StepInputs:

@@ -8,7 +8,7 @@ from torch import Tensor
 from kdtree_engine.checkpoints import ModelCheckpoint
 from kdtree_engine.config import ModelConfig
 from kdtree_engine.kernels.experts import ExpertWeights
-from kdtree_engine.kernels.linear import ColumnBlocks, pack_columns
+from kdtree_engine.kernels.linear import DenseWeight, pack_weight
 from kdtree_engine.kernels.rope import rope_table
 from kdtree_engine.kernels.router import RouterSettings
 from kdtree_engine.log import progress
@@ -18,23 +18,36 @@ from kdtree_engine.model.mla import LatentAttention
 from kdtree_engine.model.moe import MixtureOfExperts
 
 
-def load_target(checkpoint: ModelCheckpoint, dtype: torch.dtype, device: torch.device) -> Kimi:
-    """The network with its weights in `dtype` on `device`.
+def load_target(
+    checkpoint: ModelCheckpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: bool | None = None,
+) -> Kimi:
+    """The network with its weights in `dtype` on `device`, laid out for kernels (by default on
+    CUDA) or for the reference, which training needs.
 
     Quantised experts become bf16(q * scale), the checkpoint's reference value, before `dtype`. The
     router stays float32. Memory: the network itself and one tensor in flight.
     """
-    return _Builder(checkpoint, dtype, device).build()
+    return _Builder(
+        checkpoint, dtype, device, device.type == "cuda" if kernels is None else kernels
+    ).build()
 
 
 class _Builder:
     def __init__(
-        self, checkpoint: ModelCheckpoint, dtype: torch.dtype, device: torch.device
+        self,
+        checkpoint: ModelCheckpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: bool,
     ) -> None:
         self.checkpoint = checkpoint
         self.config: ModelConfig = checkpoint.config
         self.dtype = dtype
         self.device = device
+        self.kernels = kernels
 
     def build(self) -> Kimi:
         config = self.config
@@ -75,14 +88,12 @@ class _Builder:
         )
         key_up, value_up = torch.split(up, [config.nope_dim, config.v_dim], 1)
         return LatentAttention(
-            pack_columns(torch.cat((first, latent)), self.dtype, self.device),
+            self.pack(torch.cat((first, latent))),
             self.norm(prefix + "q_a_layernorm.weight") if low_rank else None,
             self.columns(prefix + "q_b_proj.weight") if low_rank else None,
             self.norm(prefix + "kv_a_layernorm.weight"),
-            key_up.contiguous(),
-            value_up.transpose(1, 2).contiguous(),
+            *self.per_head(key_up, value_up),
             self.columns(prefix + "o_proj.weight"),
-            config.nope_dim,
             config.rope_dim,
             config.softmax_scale,
         )
@@ -90,7 +101,7 @@ class _Builder:
     def mlp(self, prefix: str) -> GatedMLP:
         gate_up = torch.cat([self.raw(f"{prefix}{name}_proj.weight") for name in ("gate", "up")])
         return GatedMLP(
-            pack_columns(gate_up, self.dtype, self.device),
+            self.pack(gate_up),
             self.columns(prefix + "down_proj.weight"),
         )
 
@@ -114,7 +125,7 @@ class _Builder:
             down[expert] = source.down(expert).T
         gate = self.raw(prefix + "gate.weight")
         return MixtureOfExperts(
-            pack_columns(gate, torch.float32, self.device),
+            pack_weight(gate, torch.float32, self.device, self.kernels),
             self.raw(prefix + "gate.e_score_correction_bias").to(self.device, torch.float32),
             settings,
             ExpertWeights(gate_up, down),
@@ -127,8 +138,21 @@ class _Builder:
     def tensor(self, name: str) -> Tensor:
         return self.raw(name).to(self.device, self.dtype)
 
-    def columns(self, name: str) -> ColumnBlocks:
-        return pack_columns(self.raw(name), self.dtype, self.device)
+    def columns(self, name: str) -> DenseWeight:
+        return self.pack(self.raw(name))
+
+    def pack(self, weight: Tensor) -> DenseWeight:
+        return pack_weight(weight, self.dtype, self.device, self.kernels)
+
+    def per_head(self, key_up: Tensor, value_up: Tensor) -> tuple[Tensor, Tensor]:
+        """W_UK [heads, nope, kv_lora], W_UV [heads, kv_lora, v], each given [heads, out, kv_lora].
+
+        Kernels read both along their inputs: W_UK's memory is then transposed, W_UV's as stored.
+        """
+        if self.kernels:
+            stored = key_up.transpose(1, 2).contiguous(), value_up.contiguous()
+            return stored[0].transpose(1, 2), stored[1].transpose(1, 2)
+        return key_up.contiguous(), value_up.transpose(1, 2).contiguous()
 
     def norm(self, name: str) -> Norm:
         return Norm(self.tensor(name), self.config.rms_norm_eps)

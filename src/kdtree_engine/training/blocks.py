@@ -56,7 +56,7 @@ def run_blocks(model: DFlashModel, target: Kimi, lesson: Lesson, anchors: Tensor
     with torch.no_grad():  # the target's distribution at a slot stands at the row before it
         sequence = torch.arange(batch, device=device).view(-1, 1, 1)
         rows = (sequence * length + places[:, :, :-1]).flatten()
-        teacher = target.logits(lesson.hidden.flatten(0, 1).to(dtype), rows)
+        teacher = target.logits(target.norm(lesson.hidden.flatten(0, 1).to(dtype)), rows)
     return BlockBatch(linear(masked, target.head).view(shape), labels, teacher.view(shape))
 
 

@@ -54,7 +54,7 @@ def train_drafter(
     end = min(stop_ids(checkpoint.config, tokenizer), default=None)
     with _new_folder(out):
         tokens = read_tokens(data, tokenizer, checkpoint.config.vocab_size, end)
-        target = load_target(checkpoint, torch.float32, device)
+        target = load_target(checkpoint, torch.float32, device, kernels=False)
         weights = random_weights(config, options.seed)
         student = build_drafter(config, weights, torch.float32, device)
         teacher = Teacher(target, options.batch, options.length, config.tap_layers)

@@ -39,11 +39,11 @@ def pack_weight(
     return (pack_linear if kernels else pack_columns)(weight, dtype, device)
 
 
-def linear(x: Tensor, weight: DenseWeight) -> Tensor:
-    """x [R, K] times the weight, [R, columns], in x's dtype; rows do not affect each other."""
+def linear(x: Tensor, weight: DenseWeight, dtype: torch.dtype | None = None) -> Tensor:
+    """x [R, K] times the weight, [R, columns] in `dtype` (x's); rows do not affect each other."""
     if isinstance(weight, ColumnBlocks):
-        return reference.linear(x, weight)
-    return add_parts(product(x, weight), weight.columns, x.dtype)
+        return reference.linear(x, weight).to(dtype or x.dtype)
+    return add_parts(product(x, weight), weight.columns, dtype or x.dtype)
 
 
 def product(x: Tensor, weight: DenseWeight) -> Tensor:

@@ -26,6 +26,11 @@ class PackedLinear:
     depth: int
     segment: int
 
+    def matrix(self) -> Tensor:
+        """The weight as a checkpoint stores it, [columns, depth]."""
+        whole = self.tiles.transpose(1, 2).reshape(self.width, -1)
+        return whole[: self.columns, : self.depth]
+
     @property
     def segments(self) -> int:
         """Segments that K is cut into, the last one perhaps shorter."""
