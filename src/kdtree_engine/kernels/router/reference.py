@@ -26,14 +26,15 @@ def route(logits: Tensor, bias: Tensor, settings: RouterSettings) -> tuple[Tenso
     float32.
 
     Weights come from the scores without the bias; they are renormalised (if asked) and scaled once.
-    Returned in the router's order of choice, which is the order in which outputs are added.
+    Returned in the router's order of choice, which is the order in which outputs are added. Equal
+    scores go to the smaller index.
     """
     one = scalar(1.0)
     scores = one / (torch.exp(-logits) + one)
     choice = scores + bias
     if settings.groups > 1:
         choice = _keep_top_groups(choice, settings)
-    experts = choice.topk(settings.top_k, dim=-1).indices
+    experts = _largest(choice, settings.top_k)
     weights = scores.gather(1, experts)
     if settings.normalise:
         weights = weights / (weights.sum(1, keepdim=True) + scalar(1e-20))
@@ -45,6 +46,11 @@ def _keep_top_groups(choice: Tensor, settings: RouterSettings) -> Tensor:
     grouped = choice.view(choice.shape[0], settings.groups, -1)
     best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values
     group_scores = best[..., 0] + best[..., 1] if best.shape[-1] > 1 else best[..., 0]
-    kept = group_scores.topk(settings.top_groups, dim=-1).indices
+    kept = _largest(group_scores, settings.top_groups)
     mask = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, kept, True)
     return grouped.masked_fill(~mask.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """Indices of the `count` largest, falling; equal ones by index, which topk does not promise."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
