@@ -48,8 +48,8 @@ def absorb_rows(
         tl.store(place, acc.to(out.dtype.element_ty), mask=(c < C)[:, None] & ok[None, :])
     else:
         p = tl.arange(0, BLOCK_P)[:, None]
-        inside = (p < P) & ok[None, :]
-        turn = tl.load(cos + row[None, :] * P + p, mask=inside, other=0.0)
-        lean = tl.load(sin + row[None, :] * P + p, mask=inside, other=0.0)
-        pe = rotated(source[None, :] + D, p, inside, turn, lean, R, WIDTH, SEGMENTS)
-        tl.store(target[None, :] + C + p, pe.to(out.dtype.element_ty), mask=inside)
+        turned = (p < P) & ok[None, :]
+        turn = tl.load(cos + row[None, :] * P + p, mask=turned, other=0.0)
+        lean = tl.load(sin + row[None, :] * P + p, mask=turned, other=0.0)
+        pe = rotated(source[None, :] + D, p, turned, turn, lean, R, WIDTH, SEGMENTS)
+        tl.store(target[None, :] + C + p, pe.to(out.dtype.element_ty), mask=turned)

@@ -19,19 +19,21 @@ from kdtree_engine.kernels.prologue import begin, product
 
 @triton.jit
 def segment_sum(
-    x, w, first, end, K,
-    ok, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, w_ptr, first, end, K, x_offset, w_offset, ok,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_N, BLOCK_T] of K blocks first..end-1. x, w: pointers to [BLOCK_K, BLOCK_T] and
-    [BLOCK_N, BLOCK_K] at K = 0.
+    """[BLOCK_N, BLOCK_T] of K blocks first..end-1.
+
+    x_offset [BLOCK_K, BLOCK_T] and w_offset [BLOCK_N, BLOCK_K]: int32 places at K = 0; 64-bit
+    pointers a thread would cost it two registers an element.
     """
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for block in tl.range(first, end, BLOCK_K // 64, num_stages=STAGES):
-        weight = tl.load(w + block * 4096)
+        weight = tl.load(w_ptr + block * 4096 + w_offset)
         inside = (block * 64 + k < K)[:, None] & ok[None, :]
-        rows = tl.load(x + block * 64, mask=inside, other=0.0)
+        rows = tl.load(x_ptr + block * 64 + x_offset, mask=inside, other=0.0)
         acc = product(weight, rows, acc, PRECISE)
     return acc
 
@@ -47,28 +49,33 @@ def linear_parts(
     grid (WIDTH / BLOCK_N, SEGMENTS if SPLIT else 1, cdiv(R, BLOCK_T)).
     """
     begin(PDL)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(1)
-    t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
-    k = tl.arange(0, BLOCK_K)
-    ok = t < R
-    tile = (n // 64).to(tl.int64) * BLOCKS * 4096 + (n % 64) * 64
-    w = w_ptr + tile[:, None] + ((k // 64) * 4096 + k % 64)[None, :]
-    x = x_ptr + t.to(tl.int64)[None, :] * K + k[:, None]
+    first_row = tl.program_id(2) * BLOCK_T
+    n, t, k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
+    ok = first_row + t < R
+    w = w_ptr + tl.program_id(0).to(tl.int64) * (BLOCK_N // 64) * BLOCKS * 4096
+    w_row = (n // 64) * (BLOCKS * 4096) + (n % 64) * 64
+    w_offset = w_row[:, None] + ((k // 64) * 4096 + k % 64)[None, :]
+    x = x_ptr + first_row.to(tl.int64) * K
+    x_offset = t[None, :] * K + k[:, None]
     if SPLIT:
-        first = part * SEGMENT
-        end = tl.minimum(first + SEGMENT, BLOCKS)
-        total = segment_sum(x, w, first, end, K, ok, BLOCK_N, BLOCK_T, BLOCK_K, STAGES, PRECISE)
+        start = part * SEGMENT
+        end = tl.minimum(start + SEGMENT, BLOCKS)
+        total = segment_sum(
+            x, w, start, end, K, x_offset, w_offset, ok,
+            BLOCK_N, BLOCK_T, BLOCK_K, STAGES, PRECISE,
+        )  # fmt: skip
     else:
         total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
         for s in range(SEGMENTS):
-            first = s * SEGMENT
-            end = tl.minimum(first + SEGMENT, BLOCKS)
+            start = s * SEGMENT
+            end = tl.minimum(start + SEGMENT, BLOCKS)
             total += segment_sum(
-                x, w, first, end, K, ok, BLOCK_N, BLOCK_T, BLOCK_K, STAGES, PRECISE
-            )
-    out = out_ptr + (part.to(tl.int64) * R + t)[None, :] * WIDTH + n[:, None]
-    tl.store(out, total, mask=ok[None, :])
+                x, w, start, end, K, x_offset, w_offset, ok,
+                BLOCK_N, BLOCK_T, BLOCK_K, STAGES, PRECISE,
+            )  # fmt: skip
+    out = out_ptr + (part.to(tl.int64) * R + first_row) * WIDTH + tl.program_id(0) * BLOCK_N
+    tl.store(out + t[None, :] * WIDTH + n[:, None], total, mask=ok[None, :])
 
 
 @triton.jit
