@@ -1,0 +1,252 @@
+"""Expert weights as the kernels read them: tiles of rows, each one contiguous run of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kdtree_engine.kernels import int4
+from kdtree_engine.kernels.int4 import Int4Tensor
+
+UP_ROWS = 128
+DOWN_ROWS = 128
+"""Weight rows of a tile, up (gates and ups together) and down: 64 for each warp."""
+
+PAIR = 8
+"""Gates that stand together in an up tile, before as many ups."""
+
+SEGMENTS = 4
+"""The most pieces that the up product's K is cut into; results depend on it."""
+
+_BLOCK = 128  # inputs of an INT4 block
+_GROUP = int4.GROUP
+
+
+@dataclass(frozen=True, eq=False)
+class TiledWeight:
+    """Weights [E, rows, columns] in tiles of N rows.
+
+    INT4: `weight` [E, tiles, columns / 128, N, 32] int16 and `scale` [E, tiles, columns / 32, N]
+    bf16. Dense: `weight` [E, tiles, columns / 32, N, 32] and no scale. Rows and columns are filled
+    up with zeros.
+    """
+
+    weight: Tensor
+    scale: Tensor | None
+    rows: int
+    columns: int
+
+    @property
+    def tile_rows(self) -> int:
+        """N."""
+        return self.weight.shape[3]
+
+    @property
+    def step(self) -> int:
+        """Inputs of one block."""
+        return _GROUP if self.scale is None else _BLOCK
+
+
+@dataclass(frozen=True, eq=False)
+class PackedExperts:
+    """One layer's experts for the device.
+
+    up: [E, 2 I, H] with gates and ups interleaved in the tiles; down: [E, H, I]; shared_down:
+    [1, H, Is] dense, where there is a shared expert. segments: pieces of the up product's K,
+    a constant of the weight's shape.
+    """
+
+    up: TiledWeight
+    down: TiledWeight
+    shared_down: TiledWeight | None
+    segments: int
+
+    @property
+    def inner(self) -> int:
+        """I, of this rank."""
+        return self.down.columns
+
+    @property
+    def hidden(self) -> int:
+        """H."""
+        return self.up.columns
+
+
+ExpertPair = tuple[Int4Tensor | Tensor, Int4Tensor | Tensor]
+"""One expert: gate over up [2 I, H], and down [H, I]."""
+
+
+def segments_of(columns: int) -> int:
+    """Pieces that `columns` inputs are added up in: none shorter than 1024 inputs."""
+    return max(1, min(SEGMENTS, columns // 1024))
+
+
+def pack_experts(
+    experts: Iterable[ExpertPair],
+    count: int,
+    shared_down: Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    up_rows: int = UP_ROWS,
+    down_rows: int = DOWN_ROWS,
+) -> PackedExperts:
+    """`count` experts, taken one at a time into tensors of their final size.
+
+    All are Int4Tensors or all dense [out, in] tensors; dense ones and the shared expert's down
+    [H, Is] become `dtype`, the activations'. Extra memory: one expert in flight.
+    """
+    up = down = None
+    index = -1
+    for index, (gate_up, own_down) in enumerate(experts):
+        if up is None or down is None:
+            up = _empty(gate_up, count, up_rows, dtype, device, interleaved=True)
+            down = _empty(own_down, count, down_rows, dtype, device, interleaved=False)
+        _fill(up, index, _on(gate_up, device, dtype), interleaved=True)
+        _fill(down, index, _on(own_down, device, dtype), interleaved=False)
+    assert up is not None and down is not None and index + 1 == count, f"{index + 1} of {count}"
+    assert up.rows == 2 * down.columns and up.columns == down.rows, f"{up.rows} {down.columns}"
+    shared = None
+    if shared_down is not None:
+        assert shared_down.shape[0] == down.rows, f"{shared_down.shape}"
+        shared = _empty(shared_down, 1, down_rows, dtype, device, interleaved=False)
+        _fill(shared, 0, shared_down.to(device, dtype), interleaved=False)
+    return PackedExperts(up, down, shared, segments_of(up.columns))
+
+
+def random_packed_experts(
+    experts: int,
+    hidden: int,
+    inner: int,
+    shared_inner: int,
+    device: torch.device | str,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    up_rows: int = UP_ROWS,
+    down_rows: int = DOWN_ROWS,
+) -> PackedExperts:
+    """INT4 experts of random words, made where they lie: a layer of K2.6 in milliseconds.
+
+    Scales are uniform in [0, 0.01), so a weight's standard deviation is about 0.027. Widths are
+    multiples of 128, as filled-up places would not be zero. `generator` is the device's.
+    """
+    assert hidden % _BLOCK == 0 and inner % _BLOCK == 0, f"{hidden}, {inner}"
+    assert shared_inner % _GROUP == 0 and hidden % down_rows == 0, f"{shared_inner}, {hidden}"
+    assert 2 * inner % up_rows == 0, f"{inner}"
+
+    def tiled(rows: int, columns: int, tile: int) -> TiledWeight:
+        shape = (experts, rows // tile, columns // _BLOCK, tile, 32)
+        weight = torch.empty(shape, dtype=torch.int16, device=device)
+        weight.random_(-(2**15), 2**15, generator=generator)
+        scale = torch.empty(
+            experts, rows // tile, columns // _GROUP, tile, dtype=torch.bfloat16, device=device
+        )
+        return TiledWeight(weight, scale.uniform_(0, 0.01, generator=generator), rows, columns)
+
+    shared = None
+    if shared_inner:
+        shape = (1, hidden // down_rows, shared_inner // 32, down_rows, 32)
+        weight = torch.empty(shape, dtype=dtype, device=device)
+        shared = TiledWeight(
+            weight.normal_(0, 0.02, generator=generator), None, hidden, shared_inner
+        )
+    up, down = tiled(2 * inner, hidden, up_rows), tiled(hidden, inner, down_rows)
+    return PackedExperts(up, down, shared, segments_of(hidden))
+
+
+def unpack_expert(tiled: TiledWeight, expert: int, interleaved: bool) -> Tensor:
+    """The weight [rows, columns] of one expert that the tiles stand for; bf16 where INT4.
+
+    `interleaved`: an up weight; gates come first again. For tests and the bench's reference.
+    """
+    weight = tiled.weight[expert]
+    tiles, blocks, tile_rows, _ = weight.shape
+    if tiled.scale is None:
+        values = weight.permute(0, 2, 1, 3)
+    else:
+        shifts = torch.arange(0, 16, 4, device=weight.device, dtype=torch.int32)
+        q = ((weight.int().unsqueeze(-2) >> shifts[:, None]) & 15) - 8  # [tiles, blocks, N, 4, 32]
+        scale = tiled.scale[expert].view(tiles, blocks, 4, tile_rows).transpose(2, 3)
+        values = (q.float() * scale.float().unsqueeze(-1)).bfloat16().permute(0, 2, 1, 3, 4)
+    rows = values.reshape(tiles * tile_rows, -1)[:, : tiled.columns]
+    if interleaved:
+        rows = rows.view(-1, 2, PAIR, rows.shape[1]).transpose(0, 1)
+        rows = rows.reshape(2, -1, rows.shape[-1])[:, : tiled.rows // 2].flatten(0, 1)
+    return rows[: tiled.rows]
+
+
+def _on(
+    weight: Int4Tensor | Tensor, device: torch.device | str, dtype: torch.dtype
+) -> Int4Tensor | Tensor:
+    if isinstance(weight, Int4Tensor):
+        return Int4Tensor(weight.packed.to(device), weight.scale.to(device))
+    return weight.to(device, dtype)
+
+
+def _empty(
+    like: Int4Tensor | Tensor,
+    experts: int,
+    tile_rows: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    interleaved: bool,
+) -> TiledWeight:
+    """Room for `experts` weights of the kind and shape of `like`."""
+    rows, columns = like.shape
+    quantised = isinstance(like, Int4Tensor)
+    step = _BLOCK if quantised else _GROUP
+    assert tile_rows % (2 * PAIR) == 0, f"{tile_rows} rows of a tile"
+    filled = _pairs(rows) * 2 * PAIR if interleaved else rows
+    shape = (experts, -(-filled // tile_rows), -(-columns // step), tile_rows, 32)
+    if not quantised:
+        return TiledWeight(torch.empty(shape, dtype=dtype, device=device), None, rows, columns)
+    scales = (*shape[:2], shape[2] * (_BLOCK // _GROUP), tile_rows)
+    return TiledWeight(
+        torch.empty(shape, dtype=torch.int16, device=device),
+        torch.empty(scales, dtype=torch.bfloat16, device=device),
+        rows,
+        columns,
+    )
+
+
+def _pairs(rows: int) -> int:
+    """Runs of PAIR gates and PAIR ups that hold `rows` of both."""
+    assert rows % 2 == 0, f"{rows} rows are no gates and ups"
+    return -(-rows // (2 * PAIR))
+
+
+def _fill(
+    tiled: TiledWeight, expert: int, weight: Int4Tensor | Tensor, *, interleaved: bool
+) -> None:
+    """Write one expert's [rows, columns] into its tiles."""
+    assert tuple(weight.shape) == (tiled.rows, tiled.columns), f"{weight.shape}"
+    tiles, blocks, tile_rows, _ = tiled.weight.shape[1:]
+
+    def rows_of(values: Tensor, fill: float) -> Tensor:
+        if interleaved:
+            half = tiled.rows // 2
+            room = _pairs(tiled.rows) * PAIR - half
+            both = pad(values.view(2, half, -1), (0, 0, 0, room), value=fill)
+            values = both.view(2, -1, PAIR, both.shape[-1]).transpose(0, 1).flatten(0, 2)
+        return pad(values, (0, 0, 0, tiles * tile_rows - values.shape[0]), value=fill)
+
+    if isinstance(weight, Int4Tensor):
+        assert tiled.scale is not None, "dense experts, then one in INT4"
+        nibbles = int4.unpack(weight.packed) + 8
+        nibbles = rows_of(pad(nibbles, (0, blocks * _BLOCK - tiled.columns), value=8), 8)
+        planes = nibbles.view(tiles, tile_rows, blocks, 4, 32).to(torch.int16)
+        words = planes[..., 0, :].clone()
+        for j in range(1, 4):
+            words |= planes[..., j, :] << (4 * j)
+        tiled.weight[expert] = words.transpose(1, 2)
+        groups = blocks * (_BLOCK // _GROUP)
+        scale = rows_of(pad(weight.scale, (0, groups - weight.scale.shape[1])), 0.0)
+        tiled.scale[expert] = scale.view(tiles, tile_rows, groups).transpose(1, 2)
+        return
+    assert tiled.scale is None, "INT4 experts, then a dense one"
+    values = rows_of(pad(weight, (0, blocks * _GROUP - tiled.columns)), 0.0)
+    tiled.weight[expert] = values.view(tiles, tile_rows, blocks, 32).transpose(1, 2)
