@@ -1,0 +1,141 @@
+"""Times of captured steps, the rates of the machine, and time by kernel."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from kdtree_engine.engine.measure.table import Machine
+from kdtree_engine.errors import KDTreeError
+
+LEAST_COPY_TBS = 4.0
+"""An H200 whose copy is slower is shared or throttled: nothing measured on it counts."""
+
+Call = Callable[[], object]
+
+
+def captured(step: Call, device: torch.device) -> Call:
+    """What repeats `step`: the replay of a CUDA graph, on a CPU the step itself.
+
+    The step runs once first, which compiles its kernels.
+    """
+    step()
+    if device.type != "cuda":
+        return step
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def median_ms(call: Call, device: torch.device, repeats: int) -> float:
+    """Median milliseconds of `repeats` calls, after two that are not counted."""
+    for _ in range(2):
+        call()
+    return statistics.median(_once_ms(call, device) for _ in range(repeats))
+
+
+def _once_ms(call: Call, device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e3
+    begin: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+def measure_machine(device: torch.device) -> Machine:
+    """Rates and names. KDTreeError where the copy shows that the machine is not to be measured."""
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if cuda else "CPU"
+    found = Machine(
+        name,
+        _commit(),
+        torch.__version__,
+        _version("triton"),
+        _copy_tbs(device, 1 << (29 if cuda else 22)),
+        _matmul_tflops(device, 8192 if cuda else 512),
+    )
+    check_machine(found)
+    return found
+
+
+def check_machine(machine: Machine) -> None:
+    """Raise KDTreeError for an H200 that copies too slowly."""
+    if "H200" in machine.gpu and machine.bandwidth_tbs < LEAST_COPY_TBS:
+        raise KDTreeError(
+            f"this run is void: an elementwise copy on {machine.gpu} gave "
+            f"{machine.bandwidth_tbs:.2f} TB/s, and at least {LEAST_COPY_TBS} is expected of an "
+            "undisturbed one"
+        )
+
+
+def _copy_tbs(device: torch.device, count: int) -> float:
+    """TB/s of an elementwise kernel, bytes read and written."""
+    source = torch.zeros(count, dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    moved = 2 * source.numel() * source.element_size()
+    call = captured(lambda: torch.add(source, 1, out=target), device)
+    return moved / median_ms(call, device, 20) / 1e9
+
+
+def _matmul_tflops(device: torch.device, size: int) -> float:
+    """TFLOP/s of a square bf16 product (float32 on a CPU) of random data."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    call = captured(lambda: torch.mm(a, b, out=out), device)
+    return 2.0 * size**3 / median_ms(call, device, 10) / 1e9
+
+
+def time_by_kernel(call: Call, device: torch.device, repeats: int = 3) -> dict[str, float]:
+    """Milliseconds of one call by kernel name (on a CPU by torch operator)."""
+    from torch._C._autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
+    call()
+    with profile(activities=activities) as found:
+        for _ in range(repeats):
+            call()
+        if cuda:
+            torch.cuda.synchronize(device)
+    spent: dict[str, float] = defaultdict(float)
+    for event in found.events() or ():
+        if not cuda:
+            spent[event.name] += event.self_cpu_time_total
+        elif event.device_type == DeviceType.CUDA:
+            spent[event.name] += event.time_range.elapsed_us()
+    return {name: total / 1e3 / repeats for name, total in spent.items() if total > 0}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the source tree that runs; None where it was installed without one."""
+    here = Path(__file__).resolve().parent
+    command = ["git", "-C", str(here), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

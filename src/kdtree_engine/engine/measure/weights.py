@@ -1,0 +1,130 @@
+"""A model folder that is not there: random tensors of the right shapes, made on the device.
+
+The network is then built by the same code that reads a checkpoint. Weights have a spread of
+1 / sqrt(inputs), so that values stay near 1 through all layers and the router's scores vary.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kdtree_engine.checkpoints import ModelCheckpoint
+from kdtree_engine.checkpoints.load import ExpertTensors
+from kdtree_engine.checkpoints.names import expected_tensors, expert_shape
+from kdtree_engine.config import ModelConfig
+from kdtree_engine.errors import OptionError
+from kdtree_engine.kernels.int4 import GROUP, NIBBLES, Int4Tensor, dequantise
+
+ROUTINGS = ("uniform", "zipf")
+LOGIT_SPREAD = 1.0  # of the router's logits, given rows of root mean square 1
+_MOST_LOAD = 0.9  # of the rows, to one expert
+
+
+class RandomCheckpoint(ModelCheckpoint):
+    """What load_target reads, drawn anew at each call. `routing`: how the experts are loaded.
+
+    The same seed gives the same values on the same kind of device.
+    """
+
+    def __init__(
+        self, config: ModelConfig, device: torch.device, routing: str = "uniform", seed: int = 0
+    ) -> None:
+        if routing not in ROUTINGS:
+            raise OptionError(f"--routing is {routing!r}: expected {' or '.join(ROUTINGS)}")
+        self.folder = Path("random weights")
+        self.config = config
+        self.notes = ()
+        self.device = device
+        self.routing = routing
+        self.random = torch.Generator(device).manual_seed(seed)
+        self._specs = expected_tensors(config, experts=False)
+
+    def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        """bfloat16 of the shape that a checkpoint of this config has; the bias is float32."""
+        shape = self._specs[name].shape
+        if name.endswith("e_score_correction_bias"):
+            return self.bias()
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch.bfloat16, device=self.device)
+        spread = 1.0 if "embed_tokens" in name else 1.0 / math.sqrt(shape[1])
+        values = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
+        values.normal_(0.0, spread, generator=self.random)
+        return values[rows or slice(None), columns or slice(None)]
+
+    def experts(self, layer: int) -> RandomExperts:
+        """The routed experts of a layer."""
+        return RandomExperts(self, layer)
+
+    def bias(self) -> Tensor:
+        """float32 [E]: zeros, or what makes expert loads fall like 1 / rank, ranks shuffled."""
+        count = self.config.num_experts
+        if self.routing == "uniform":
+            return torch.zeros(count, device=self.device)
+        order = torch.randperm(count, generator=self.random, device=self.device)
+        return zipf_bias(count, self.config.experts_per_token, LOGIT_SPREAD).to(self.device)[order]
+
+    def close(self) -> None:
+        """No file is open."""
+
+
+class RandomExperts(ExpertTensors):
+    """INT4 words of all bits and even scales; dense where the config declares no quantisation."""
+
+    def __init__(self, checkpoint: RandomCheckpoint, layer: int) -> None:
+        self.layer = layer
+        self.count = checkpoint.config.num_experts
+        self._source = checkpoint
+
+    def form(self, expert: int, projection: str) -> str:
+        """As the config declares."""
+        return "int4" if self._source.config.quantization == "int4" else "dense"
+
+    def weight(self, expert: int, projection: str) -> Tensor:
+        """bfloat16 [out, in]."""
+        if self.form(expert, projection) == "int4":
+            return dequantise(self.packed(expert, projection))
+        shape = expert_shape(self._source.config, projection)
+        values = torch.empty(shape, dtype=torch.bfloat16, device=self._source.device)
+        return values.normal_(0.0, 1 / math.sqrt(shape[1]), generator=self._source.random)
+
+    def packed(self, expert: int, projection: str) -> Int4Tensor:
+        """Random nibbles; their spread is 4.6, which the scale takes back."""
+        rows, columns = expert_shape(self._source.config, projection)
+        device, random = self._source.device, self._source.random
+        words = torch.randint(
+            -(2**31), 2**31, (rows, columns // NIBBLES), dtype=torch.int32, device=device,
+            generator=random,
+        )  # fmt: skip
+        scale = torch.empty(rows, columns // GROUP, dtype=torch.bfloat16, device=device)
+        one = 1 / (4.6 * math.sqrt(columns))
+        return Int4Tensor(words, scale.uniform_(0.5 * one, 1.5 * one, generator=random))
+
+
+def zipf_loads(experts: int, top_k: int) -> Tensor:
+    """float64 [E]: the share of rows that choose each expert, falling like 1 / rank, `top_k` in
+    all. No expert takes more than 0.9 of the rows; what it would is spread over the others.
+    """
+    loads = 1.0 / torch.arange(1, experts + 1, dtype=torch.float64)
+    loads *= top_k / loads.sum()
+    for _ in range(experts):
+        capped = loads >= _MOST_LOAD
+        rest = top_k - _MOST_LOAD * int(capped.sum())
+        free = loads[~capped].sum()
+        loads = torch.where(capped, _MOST_LOAD, loads * (rest / free))
+        if bool((loads <= _MOST_LOAD).all()):
+            break
+    return loads
+
+
+def zipf_bias(experts: int, top_k: int, spread: float) -> Tensor:
+    """float32 [E]: added to sigmoid scores of normal logits, it loads experts as `zipf_loads` says.
+
+    An expert is chosen when score + bias exceeds a threshold that hardly varies between rows, so
+    the bias is minus the score's quantile at one minus the load.
+    """
+    loads = zipf_loads(experts, top_k)
+    return -torch.sigmoid(spread * torch.special.ndtri(1.0 - loads)).float()
