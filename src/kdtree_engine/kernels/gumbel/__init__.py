@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kdtree_engine.kernels.gumbel import reference
+from kdtree_engine.kernels.launch import has_kernel, launch_options
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
@@ -28,7 +29,23 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     )
     assert seeds.dtype == positions.dtype == torch.int64 and seeds.device == positions.device
     assert vocab > 0
+    if has_kernel(seeds):
+        return _launch_gumbel(seeds, positions, vocab)
     return reference.gumbel(seeds, positions, vocab)
+
+
+def _launch_gumbel(seeds: Tensor, positions: Tensor, vocab: int, block: int = 256) -> Tensor:
+    from kdtree_engine.kernels.gumbel.kernel import gumbel_kernel
+
+    rows = len(seeds)
+    noise = torch.empty(rows, vocab, dtype=torch.float32, device=seeds.device)
+    if rows:
+        grid = (-(-vocab // (4 * block)), rows)
+        options = launch_options(seeds)
+        gumbel_kernel[grid](
+            seeds.contiguous(), positions.contiguous(), noise, vocab, BLOCK=block, **options
+        )
+    return noise
 
 
 __all__ = ["gumbel"]

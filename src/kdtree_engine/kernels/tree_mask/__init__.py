@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kdtree_engine.kernels.launch import has_kernel, launch_options
 from kdtree_engine.kernels.tree_mask import reference
 
 MAX_ROWS = 64
@@ -18,7 +19,24 @@ def tree_mask(parents: Tensor) -> Tensor:
     """
     assert parents.ndim == 2 and parents.dtype == torch.int64, f"parents {list(parents.shape)}"
     assert parents.shape[1] <= MAX_ROWS, f"{parents.shape[1]} rows do not fit in a 64-bit word"
+    if has_kernel(parents):
+        return _launch_mask(parents)
     return reference.tree_mask(parents)
+
+
+def _launch_mask(parents: Tensor) -> Tensor:
+    from triton import next_power_of_2
+
+    from kdtree_engine.kernels.tree_mask.kernel import mask_kernel
+
+    parents = parents.contiguous()
+    requests, rows = parents.shape
+    bits = torch.empty_like(parents)
+    if parents.numel():
+        mask_kernel[(requests,)](
+            parents, bits, rows, NP=next_power_of_2(rows), num_warps=1, **launch_options(parents)
+        )
+    return bits
 
 
 def tree_visibility(parents: Tensor) -> Tensor:
