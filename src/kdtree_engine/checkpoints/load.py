@@ -7,6 +7,7 @@ the multi-token-prediction layers are skipped and said so in `notes`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -205,6 +206,23 @@ class ExpertTensors:
             module = self._module(expert, projection)
             raise CheckpointError(f"{self._checkpoint.folder}: {module} is not stored as INT4")
         return self._int4(expert, projection, own=True)
+
+    def pairs(self) -> Iterator[tuple[Int4Tensor | Tensor, Int4Tensor | Tensor]]:
+        """Every expert's gate over up and its down, in turn: packed where all of them are INT4."""
+        packed = all(
+            self.form(expert, projection) == INT4
+            for expert in range(self.count)
+            for projection in PROJECTIONS
+        )
+        for expert in range(self.count):
+            if not packed:
+                yield self.gate_up(expert), self.down(expert)
+                continue
+            gate, up, down = (
+                self._int4(expert, projection, own=False) for projection in PROJECTIONS
+            )
+            joined = (torch.cat(both) for both in zip(gate, up, strict=True))
+            yield Int4Tensor(*joined), down
 
     def _int4(self, expert: int, projection: str, own: bool) -> Int4Tensor:
         """Packed words and scales; views of the file unless `own`."""

@@ -15,7 +15,7 @@ from kdtree_engine.kernels.mla_attention import plan_attention
 from kdtree_engine.kernels.rope import RopeTable
 from kdtree_engine.model.layers import GatedMLP, Norm
 from kdtree_engine.model.mla import LatentAttention, StepContext
-from kdtree_engine.model.moe import MixtureOfExperts
+from kdtree_engine.model.moe import MixtureOfExperts, PackedMixture
 from kdtree_engine.types import StepInputs, TargetOutput
 
 
@@ -30,7 +30,7 @@ class DecoderLayer:
     attention_norm: Norm
     attention: LatentAttention
     mlp_norm: Norm
-    mlp: GatedMLP | MixtureOfExperts
+    mlp: GatedMLP | MixtureOfExperts | PackedMixture
 
     def __call__(
         self, x: Tensor, normed: Tensor, latents: Tensor, step: StepContext, following: Norm

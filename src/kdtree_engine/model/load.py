@@ -7,15 +7,15 @@ from torch import Tensor
 
 from kdtree_engine.checkpoints import ModelCheckpoint
 from kdtree_engine.config import ModelConfig
-from kdtree_engine.kernels.experts import ExpertWeights
-from kdtree_engine.kernels.linear import DenseWeight, pack_weight
+from kdtree_engine.kernels.experts import ExpertWeights, pack_experts
+from kdtree_engine.kernels.linear import DenseWeight, pack_columns, pack_weight
 from kdtree_engine.kernels.rope import rope_table
 from kdtree_engine.kernels.router import RouterSettings
 from kdtree_engine.log import progress
 from kdtree_engine.model.kimi import DecoderLayer, Kimi
 from kdtree_engine.model.layers import GatedMLP, Norm
 from kdtree_engine.model.mla import LatentAttention
-from kdtree_engine.model.moe import MixtureOfExperts
+from kdtree_engine.model.moe import MixtureOfExperts, PackedMixture
 
 
 def load_target(
@@ -105,7 +105,7 @@ class _Builder:
             self.columns(prefix + "down_proj.weight"),
         )
 
-    def experts(self, layer: int, prefix: str) -> MixtureOfExperts:
+    def experts(self, index: int, prefix: str) -> MixtureOfExperts | PackedMixture:
         config = self.config
         settings = RouterSettings(
             config.experts_per_token,
@@ -114,22 +114,48 @@ class _Builder:
             config.norm_topk_prob,
             config.routed_scaling_factor,
         )
+        bias = self.raw(prefix + "gate.e_score_correction_bias").to(self.device, torch.float32)
+        if self.kernels:
+            return self.packed_experts(index, prefix, bias, settings)
+        gate = pack_columns(self.raw(prefix + "gate.weight"), torch.float32, self.device)
+        shared = self.mlp(prefix + "shared_experts.") if config.num_shared_experts else None
+        return MixtureOfExperts(gate, bias, settings, self.dense_experts(index), shared)
+
+    def dense_experts(self, index: int) -> ExpertWeights:
+        config = self.config
         hidden, inner = config.hidden_size, config.moe_intermediate_size
         gate_up = torch.empty(
             config.num_experts, hidden, 2 * inner, dtype=self.dtype, device=self.device
         )
         down = torch.empty(config.num_experts, inner, hidden, dtype=self.dtype, device=self.device)
-        source = self.checkpoint.experts(layer)
+        source = self.checkpoint.experts(index)
         for expert in range(config.num_experts):
             gate_up[expert] = source.gate_up(expert).T
             down[expert] = source.down(expert).T
-        gate = self.raw(prefix + "gate.weight")
-        return MixtureOfExperts(
-            pack_weight(gate, torch.float32, self.device, self.kernels),
-            self.raw(prefix + "gate.e_score_correction_bias").to(self.device, torch.float32),
+        return ExpertWeights(gate_up, down)
+
+    def packed_experts(
+        self, index: int, prefix: str, bias: Tensor, settings: RouterSettings
+    ) -> PackedMixture:
+        """The router and the shared expert's first product as one weight, experts as stored."""
+        shared_down, columns = None, [self.raw(prefix + "gate.weight")]
+        if self.config.num_shared_experts:
+            own = prefix + "shared_experts."
+            shared_down = self.raw(own + "down_proj.weight")
+            columns += [self.raw(f"{own}{name}_proj.weight") for name in ("gate", "up")]
+        exact = torch.equal(columns[0].to(self.dtype).float(), columns[0].float())
+        dtype = self.dtype if exact else torch.float32
+        gate = torch.cat([weight.to(dtype) for weight in columns])
+        source = self.checkpoint.experts(index)
+        return PackedMixture(
+            pack_weight(gate, dtype, self.device, kernels=True),
+            bias,
             settings,
-            ExpertWeights(gate_up, down),
-            self.mlp(prefix + "shared_experts.") if config.num_shared_experts else None,
+            pack_experts(
+                source.pairs(), self.config.num_experts, shared_down, self.dtype, self.device
+            ),
+            0 if shared_down is None else shared_down.shape[1],
+            dtype,
         )
 
     def raw(self, name: str) -> Tensor:
