@@ -62,7 +62,8 @@ def _shape(batch: int, context: int, window: int | None) -> Iterator[Variant]:
     for tile, splits in choices:
         run = launch(tile, splits)
         yield Variant(
-            f"B={batch} context={context} window={window} | {tile} splits={splits}",
+            f"B={batch} context={context} window={window} | rows {tile.rows} warps {tile.warps} "
+            f"stages {tile.stages} splits {splits or 'chosen'}",
             run,
             lambda run=run: check(run),  # type: ignore[misc]
             LAYERS,
