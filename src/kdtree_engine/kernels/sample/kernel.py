@@ -261,9 +261,7 @@ def _descend(
     total = k * 0
     if by_mass:
         if by_count:
-            total = _kept_mass(
-                logits, listing, run_x, runs, top, heat, vocab, k, RUNS, ROWS, SUB
-            )
+            total = _kept_mass(logits, listing, run_x, runs, top, heat, vocab, k, RUNS, ROWS, SUB)
         else:
             part = tl.arange(0, CHUNKS)
             total = tl.sum(tl.load(chunk_mass + part, mask=part < chunks, other=0), 0)
@@ -272,9 +270,7 @@ def _descend(
     while searching != 0:
         level = tl.div_rn(tl.load(logits + pick) - top, heat)
         count = _list(listing, run_x > level, RUNS)
-        number, mass = _above(
-            logits, listing, count, level, top, heat, vocab, by_mass, ROWS, SUB
-        )
+        number, mass = _above(logits, listing, count, level, top, heat, vocab, by_mass, ROWS, SUB)
         fails = (by_count & (number >= k)) | (by_mass & (mass.to(tl.float64) >= limit))
         fails = fails | (tl.exp(level.to(tl.float64)) < q.to(tl.float64))
         searching = (fails & (number > 0)).to(tl.int32)

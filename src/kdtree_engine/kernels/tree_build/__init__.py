@@ -7,7 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kdtree_engine.kernels.launch import has_kernel, launch_options
 from kdtree_engine.kernels.tree_build import reference
+from kdtree_engine.kernels.tree_mask import MAX_ROWS, tree_mask
+
+MAX_DEPTHS = 64
+MAX_RANKS = 64
 
 
 class BuiltTrees(NamedTuple):
@@ -25,17 +30,158 @@ class BuiltTrees(NamedTuple):
     nodes: Tensor
 
 
-def tree_build(log_probs: Tensor, tokens: Tensor, budget: int) -> BuiltTrees:
+class TreePlaces(NamedTuple):
+    """Where R trees stand. roots: [R] int64, the root's token. contexts: [R] int32, the root's
+    position. scratch: [R] int64, the slot of row 0; row i has slot scratch + i.
+    """
+
+    roots: Tensor
+    contexts: Tensor
+    scratch: Tensor
+
+
+class TreeRows(NamedTuple):
+    """What the target's forward reads of each row, [R, N] int64.
+
+    tokens: the root's in row 0, 0 in padding rows. positions: context + depth, at most
+    max_positions - 1. slots: where the row's latents go until the walk.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+
+
+class PlannedTrees(NamedTuple):
+    """Trees, their ancestor bits [R, N] int64 (as in kernels/tree_mask), and their rows."""
+
+    trees: BuiltTrees
+    ancestors: Tensor
+    rows: TreeRows
+
+
+def tree_build(
+    log_probs: Tensor,
+    tokens: Tensor,
+    budget: int,
+    depth_limit: Tensor | None = None,
+    node_limit: Tensor | None = None,
+    chain: bool = False,
+) -> BuiltTrees:
     """Build R trees from log_probs [R, H, K] (float32) and tokens [R, H, K] (int64).
 
     H, K and the budget may be 0. Rows are made best first: falling score, equal scores by the
-    smaller tuple of ranks. Non-finite candidates are dropped.
+    smaller tuple of ranks. Non-finite candidates are dropped. depth_limit [R] int64: no node of a
+    request is deeper. node_limit [R] int64: it has no more nodes. chain: the likeliest candidate
+    of each depth alone, so that a tree is one path.
+
+    On a CUDA device budgets over 63, H or K over 64 and dtypes other than float32 fall back to the
+    reference, which waits for the device.
     """
+    _check(log_probs, tokens, budget, depth_limit, node_limit)
+    if has_kernel(log_probs) and _fits(log_probs, budget):
+        return _launch_tree(log_probs, tokens, budget, depth_limit, node_limit, chain)[0]
+    built = reference.tree_build(log_probs, tokens, budget, depth_limit, node_limit, chain)
+    return BuiltTrees(*built)
+
+
+def plan_trees(
+    log_probs: Tensor,
+    tokens: Tensor,
+    budget: int,
+    places: TreePlaces,
+    max_positions: int,
+    depth_limit: Tensor | None = None,
+    node_limit: Tensor | None = None,
+    chain: bool = False,
+) -> PlannedTrees:
+    """tree_build, tree_mask and the step's rows at once, budget <= 63; one launch on CUDA."""
+    _check(log_probs, tokens, budget, depth_limit, node_limit)
+    assert budget < MAX_ROWS, f"a budget of {budget} nodes does not fit in a 64-bit word"
+    requests = len(log_probs)
+    for value, dtype in zip(places, (torch.int64, torch.int32, torch.int64), strict=True):
+        assert value.shape == (requests,) and value.dtype == dtype, f"{value.shape} {value.dtype}"
+    if has_kernel(log_probs) and _fits(log_probs, budget):
+        trees, ancestors, rows = _launch_tree(
+            log_probs, tokens, budget, depth_limit, node_limit, chain, places, max_positions
+        )
+        assert rows is not None
+        return PlannedTrees(trees, ancestors, rows)
+    trees = tree_build(log_probs, tokens, budget, depth_limit, node_limit, chain)
+    rows = TreeRows(*reference.tree_rows(trees.tokens, trees.depths, *places, max_positions))
+    return PlannedTrees(trees, tree_mask(trees.parents), rows)
+
+
+def _check(
+    log_probs: Tensor,
+    tokens: Tensor,
+    budget: int,
+    depth_limit: Tensor | None,
+    node_limit: Tensor | None,
+) -> None:
     assert log_probs.ndim == 3, f"log_probs must be [R, H, K], not {list(log_probs.shape)}"
     assert log_probs.shape == tokens.shape, f"{list(log_probs.shape)} and {list(tokens.shape)}"
     assert log_probs.is_floating_point() and tokens.dtype == torch.int64
     assert budget >= 0, f"a budget of {budget} nodes"
-    return BuiltTrees(*reference.tree_build(log_probs, tokens, budget))
+    for limit in (depth_limit, node_limit):
+        if limit is not None:
+            assert limit.shape == log_probs.shape[:1] and limit.dtype == torch.int64
 
 
-__all__ = ["BuiltTrees", "tree_build"]
+def _fits(log_probs: Tensor, budget: int) -> bool:
+    _, depths, ranks = log_probs.shape
+    fits = budget < MAX_ROWS and depths <= MAX_DEPTHS and ranks <= MAX_RANKS
+    return fits and log_probs.dtype == torch.float32
+
+
+def _launch_tree(
+    log_probs: Tensor,
+    tokens: Tensor,
+    budget: int,
+    depth_limit: Tensor | None = None,
+    node_limit: Tensor | None = None,
+    chain: bool = False,
+    places: TreePlaces | None = None,
+    max_positions: int = 1,
+) -> tuple[BuiltTrees, Tensor, TreeRows | None]:
+    from triton import next_power_of_2
+
+    from kdtree_engine.kernels.tree_build.kernel import tree_kernel
+
+    requests, depths, ranks = log_probs.shape
+    log_probs, tokens = log_probs.contiguous(), tokens.contiguous()
+
+    def empty(dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(requests, budget + 1, dtype=dtype, device=tokens.device)
+
+    nodes = torch.empty(requests, dtype=torch.int64, device=tokens.device)
+    trees = BuiltTrees(empty(), empty(), empty(), empty(torch.float64), nodes)
+    ancestors = empty()
+    rows = None if places is None else TreeRows(empty(), empty(), empty())
+    if requests:
+        tree_kernel[(requests,)](
+            log_probs,
+            tokens,
+            torch.empty_like(log_probs),
+            torch.empty_like(tokens),
+            depth_limit,
+            node_limit,
+            *trees,
+            ancestors,
+            *(places or (None, None, None)),
+            *(rows or (None, None, None)),
+            depths,
+            ranks,
+            min(ranks, budget, 1 if chain else budget),
+            budget,
+            max_positions - 1,
+            HP=next_power_of_2(max(depths, 1)),
+            KP=next_power_of_2(max(ranks, 1)),
+            NP=next_power_of_2(budget + 1),
+            num_warps=1,
+            **launch_options(tokens),
+        )
+    return trees, ancestors, rows
+
+
+__all__ = ["BuiltTrees", "PlannedTrees", "TreePlaces", "TreeRows", "plan_trees", "tree_build"]

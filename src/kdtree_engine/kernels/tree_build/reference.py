@@ -62,13 +62,24 @@ def grow(values: list[list[float]], names: list[list[int]], budget: int) -> list
 
 
 def tree_build(
-    log_probs: Tensor, tokens: Tensor, budget: int
+    log_probs: Tensor,
+    tokens: Tensor,
+    budget: int,
+    depth_limit: Tensor | None = None,
+    node_limit: Tensor | None = None,
+    chain: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See the operator. log_probs, tokens [R, H, K]; results on the device of `tokens`."""
-    trees = [
-        grow(*candidates(row, names, budget), budget)
-        for row, names in zip(log_probs, tokens, strict=True)
-    ]
+    requests, horizon = log_probs.shape[:2]
+    depths = [horizon] * requests if depth_limit is None else depth_limit.tolist()
+    sizes_at_most = [budget] * requests if node_limit is None else node_limit.tolist()
+    trees = []
+    for row, names, depth, most in zip(log_probs, tokens, depths, sizes_at_most, strict=True):
+        cut = max(0, depth)
+        values, words = candidates(row[:cut], names[:cut], budget)
+        if chain:
+            values, words = [one[:1] for one in values], [one[:1] for one in words]
+        trees.append(grow(values, words, min(budget, most)))
     wide = [[(0.0, -1, -1, 0), *tree] for tree in trees]
     pad = (-torch.inf, -1, -1, 0)
     full = [tree + [pad] * (budget + 1 - len(tree)) for tree in wide]
@@ -82,3 +93,19 @@ def tree_build(
     sizes = torch.tensor([len(tree) for tree in trees], dtype=torch.int64, device=device)
     whole = torch.int64
     return column(1, whole), column(2, whole), column(3, whole), column(0, torch.float64), sizes
+
+
+def tree_rows(
+    tokens: Tensor,
+    depths: Tensor,
+    roots: Tensor,
+    contexts: Tensor,
+    scratch: Tensor,
+    max_positions: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, positions and slots [R, N] of the trees' rows; see TreeRows and TreePlaces."""
+    wide = torch.where(tokens < 0, 0, tokens)
+    wide[:, 0] = roots
+    positions = (contexts.to(torch.int64)[:, None] + depths).clamp(max=max_positions - 1)
+    row = torch.arange(tokens.shape[1], device=tokens.device)
+    return wide, positions, scratch[:, None] + row

@@ -1,0 +1,200 @@
+"""Best-first draft trees, ancestor bits and the step's rows, one warp a request.
+
+    log_probs, tokens [R, H, K]  ->  tokens, parents, depths, scores, bits [R, N], N = budget + 1
+
+The reference pops a heap. Here the frontier has one slot a row of the tree: slot p holds the best
+child of row p that is not yet in the tree, for the children of a row enter by rising rank. Each
+step takes the best slot: the popped child's next sibling replaces it, and the new row opens its
+own slot. So N <= 64 slots suffice and a slot's number is its candidate's parent.
+
+Order among equal scores, by rank tuples, a prefix before its extensions. Of two candidates below
+rows p and q: where q descends from p, it does so through a child that is in the tree, of a smaller
+rank than p's candidate, so q's candidate comes first; else p's subtree lies on one side of q's.
+That is the order in which a walk leaves the rows (postorder). A row enters as the last child so
+far of its parent, so directly before it: `place` is kept by adding one to all behind. No tuple is
+compared, and H is bounded only by the width of a field.
+
+A float64 score is compared as two int32 halves of its order-preserving integer, since a warp's
+maximum of int32 is one instruction (redux.sync). Additions are the reference's, in its order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kdtree_engine.kernels.prologue import begin
+
+LOWEST = tl.constexpr(-2147483648)  # high half of an empty slot; no finite score has it
+HIGHEST = tl.constexpr(2147483647)
+
+
+@triton.jit
+def _order(score):
+    """int64 in the order of float64 scores; both zeros are 0."""
+    bits = score.to(tl.int64, bitcast=True)
+    return tl.where(score == 0.0, 0, bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF))
+
+
+@triton.jit
+def _high(score):
+    return (_order(score) >> 32).to(tl.int32)
+
+
+@triton.jit
+def _low(score):
+    """Lower half, with its top bit flipped: signed comparison then orders it as unsigned."""
+    return _order(score).to(tl.int32) ^ LOWEST
+
+
+@triton.jit
+def _score(high, low):
+    """The float64 of two halves."""
+    order = (high.to(tl.int64) << 32) | ((low ^ LOWEST).to(tl.int64) & 0xFFFFFFFF)
+    return (order ^ ((order >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _finite(value):
+    return (value > float("-inf")) & (value < float("inf"))
+
+
+@triton.jit
+def _disordered(values, H, K, HP: tl.constexpr, KP: tl.constexpr):
+    """Whether some row has a finite candidate after a smaller or a non-finite one."""
+    depth, rank = tl.arange(0, HP)[:, None], tl.arange(0, KP)[None, :]
+    inside = (depth < H) & (rank + 1 < K)
+    here = tl.load(values + depth * K + rank, mask=inside, other=0.0)
+    after = tl.load(values + depth * K + rank + 1, mask=inside, other=float("-inf"))
+    wrong = _finite(after) & ((after > here) | (here != here) | (here == float("inf")))
+    return tl.max(tl.max(wrong.to(tl.int32), 1), 0) > 0
+
+
+@triton.jit
+def _sort(values, names, to_values, to_names, H, K, KP: tl.constexpr):
+    """Each row in stable descending order, non-finite candidates last and as -inf."""
+    column = tl.arange(0, KP)
+    base = 0
+    while base < H * K:
+        mine = tl.load(values + base + column, mask=column < K, other=float("-inf"))
+        other = tl.load(values + base + column[None, :], mask=column[None, :] < K, other=0.0)
+        mine = tl.where(_finite(mine), mine, float("-inf"))
+        other = tl.where(_finite(other), other, float("-inf"))
+        earlier = (other == mine[:, None]) & (column[None, :] < column[:, None])
+        before = ((other > mine[:, None]) | earlier) & (column[None, :] < K)
+        rank = tl.sum(before.to(tl.int32), 1)
+        name = tl.load(names + base + column, mask=column < K, other=0)
+        tl.store(to_values + base + rank, mine, mask=column < K)
+        tl.store(to_names + base + rank, name, mask=column < K)
+        base += K
+
+
+@triton.jit
+def tree_kernel(
+    log_probs,  # [R, H, K] float32
+    tokens,  # [R, H, K] int64
+    sorted_values,  # scratch like log_probs, written only where a row is out of order
+    sorted_names,  # scratch like tokens
+    depth_limit,  # [R] int64 or None
+    node_limit,  # [R] int64 or None
+    row_tokens,  # [R, N] int64, from here on outputs
+    parents,  # [R, N] int64
+    depths,  # [R, N] int64
+    scores,  # [R, N] float64
+    nodes,  # [R] int64
+    bits,  # [R, N] int64
+    roots,  # [R] int64 or None; with it the inputs and outputs below
+    contexts,  # [R] int32
+    scratch,  # [R] int64, slot of row 0
+    step_tokens,  # [R, N] int64
+    positions,  # [R, N] int64
+    slots,  # [R, N] int64
+    H,
+    K,
+    width,  # ranks that may be used: min(K, budget), 1 for a chain
+    budget,
+    last_position,
+    HP: tl.constexpr,  # powers of two from H, K and N
+    KP: tl.constexpr,
+    NP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One request."""
+    begin(PDL)
+    request = tl.program_id(0).to(tl.int64)
+    values, names = log_probs + request * H * K, tokens + request * H * K
+    if _disordered(values, H, K, HP, KP):
+        to_values, to_names = sorted_values + request * H * K, sorted_names + request * H * K
+        _sort(values, names, to_values, to_names, H, K, KP)
+        tl.debug_barrier()
+        values, names = to_values, to_names
+    deepest, most = request * 0 + H, request * 0 + budget  # int64, whatever the specialisation
+    if depth_limit is not None:
+        deepest = tl.minimum(deepest, tl.load(depth_limit + request))
+    if node_limit is not None:
+        most = tl.minimum(most, tl.load(node_limit + request))
+
+    row = tl.arange(0, NP)
+    first = tl.load(values, mask=(deepest > 0) & (width > 0), other=float("-inf"))
+    start = tl.where(row == 0, first, float("-inf"))
+    high = tl.where(_finite(start), _high(start.to(tl.float64)), LOWEST)
+    low = _low(start.to(tl.float64))
+    # place << 19 | depth << 12 | rank << 6 | slot, of the slot's candidate
+    about = tl.where(row == 0, 1 << 12, row)
+    name_of = tl.full([NP], -1, tl.int64)
+    parent_of, depth_of = tl.full([NP], -1, tl.int32), tl.zeros([NP], tl.int32)
+    score_of = tl.where(row == 0, 0.0, float("-inf")).to(tl.float64)
+    # Ancestor bits in two words; int32 sums of a warp are one instruction, too.
+    bits_low = tl.where(row < 32, 1, 0) << (row & 31)
+    bits_high = tl.where(row >= 32, 1, 0) << (row & 31)
+
+    made = 0  # rows made so far, the root aside
+    best = tl.max(high, 0)
+    while (made < most) & (best != LOWEST):
+        made += 1
+        leading = high == best
+        best_low = tl.max(tl.where(leading, low, LOWEST), 0)
+        winner = tl.min(tl.where(leading & (low == best_low), about, HIGHEST), 0)
+        slot, rank = winner & 63, (winner >> 6) & 63
+        depth, place = (winner >> 12) & 127, winner >> 19
+        here = values + (depth - 1) * K + rank
+        old = tl.load(here).to(tl.float64)
+        beside = tl.load(here + 1, mask=rank + 1 < width, other=float("-inf"))
+        below = tl.load(values + depth * K, mask=depth < deepest, other=float("-inf"))
+        name = tl.load(names + (depth - 1) * K + rank)
+        score = _score(best, best_low)
+        sibling = score - old + beside.to(tl.float64)
+        child = score + below.to(tl.float64)
+
+        popped, fresh = row == slot, row == made
+        name_of = tl.where(fresh, name, name_of)
+        parent_of, depth_of = tl.where(fresh, slot, parent_of), tl.where(fresh, depth, depth_of)
+        score_of = tl.where(fresh, score, score_of)
+        bits_low |= tl.where(fresh, tl.sum(tl.where(popped, bits_low, 0), 0), 0)
+        bits_high |= tl.where(fresh, tl.sum(tl.where(popped, bits_high, 0), 0), 0)
+
+        high = tl.where(popped, tl.where(_finite(beside), _high(sibling), LOWEST), high)
+        low = tl.where(popped, _low(sibling), low)
+        high = tl.where(fresh, tl.where(_finite(below), _high(child), LOWEST), high)
+        low = tl.where(fresh, _low(child), low)
+        about += tl.where(popped, 1 << 6, 0) + tl.where((about >> 19) >= place, 1 << 19, 0)
+        about = tl.where(fresh, (place << 19) | ((depth + 1) << 12) | made, about)
+        best = tl.max(high, 0)
+
+    rows = budget + 1
+    out, kept = request * rows + row, row < rows
+    tl.store(nodes + request, made.to(tl.int64))
+    tl.store(row_tokens + out, name_of, mask=kept)
+    tl.store(parents + out, parent_of.to(tl.int64), mask=kept)
+    tl.store(depths + out, depth_of.to(tl.int64), mask=kept)
+    tl.store(scores + out, score_of, mask=kept)
+    whole = (bits_high.to(tl.int64) << 32) | (bits_low.to(tl.int64) & 0xFFFFFFFF)
+    tl.store(bits + out, whole, mask=kept)
+    if roots is not None:
+        root = tl.load(roots + request)
+        context = tl.load(contexts + request).to(tl.int64)
+        step_token = tl.where(row == 0, root, tl.maximum(name_of, 0))
+        tl.store(step_tokens + out, step_token, mask=kept)
+        position = tl.minimum(context + depth_of, last_position)
+        tl.store(positions + out, position, mask=kept)
+        tl.store(slots + out, tl.load(scratch + request) + row, mask=kept)

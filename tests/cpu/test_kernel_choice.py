@@ -1,0 +1,121 @@
+"""The kernels of gumbel, sample and top_k, interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kdtree_engine.kernels.gumbel import _launch_gumbel, gumbel
+from kdtree_engine.kernels.gumbel import cases as gumbel_cases
+from kdtree_engine.kernels.sample import MARGIN, _launch_sample, sample
+from kdtree_engine.kernels.sample import cases as sample_cases
+from kdtree_engine.kernels.top_k import _launch_top, top_log_probs
+
+pytest.importorskip("triton")
+
+NAMES = [name for name in sample_cases.CASES if name != "kimi row"]
+
+
+@pytest.mark.parametrize("case", [(1, 1), (3, 257), (2, 2100)])
+def test_noise(case: tuple[int, int]) -> None:
+    seeds, positions = gumbel_cases.inputs(gumbel_cases.Case(*case))
+    assert torch.equal(_launch_gumbel(seeds, positions, case[1]), gumbel(seeds, positions, case[1]))
+
+
+def small(name: str, rows: int, seed: int = 0) -> tuple[Tensor, ...]:
+    case = sample_cases.CASES[name]
+    return sample_cases.inputs(case._replace(rows=rows, vocab=min(case.vocab, 1500)), seed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens(name: str) -> None:
+    inputs = small(name, 20 if name == "mixed" else 5)
+    got, want = _launch_sample(*inputs, chunk=512), sample(*inputs)
+    assert torch.equal(got.tokens, want.tokens) and torch.equal(got.finite, want.finite)
+
+
+@pytest.mark.parametrize("name", ["plain", "flat", "ties"])
+def test_neither_chunk_nor_margin_nor_company_changes_a_token(name: str) -> None:
+    inputs = small(name, 4, seed=1)
+    want = _launch_sample(*inputs, chunk=1024).tokens
+    # a wide margin makes many tokens candidates for the exact noise
+    assert torch.equal(_launch_sample(*inputs, chunk=256, margin=0.7).tokens, want)
+    alone = [value[2:3] for value in inputs]
+    assert torch.equal(_launch_sample(*alone).tokens, want[2:3])
+    assert torch.equal(_launch_sample(*inputs, margin=MARGIN).tokens, sample(*inputs).tokens)
+
+
+def test_the_vocabulary_may_be_wide_and_its_filters_rare() -> None:
+    """top-k beyond the number of runs, so that its level is found over the whole row."""
+    logits, *_, seeds, positions = small("plain", 4)
+    temperature = torch.tensor([1.0, 3.0, 0.5, 1.0])
+    top_k = torch.tensor([30, 1499, 3, 7])
+    top_p = torch.tensor([0.5, 0.3, 0.9, 0.0])
+    inputs = (logits, temperature, top_k, top_p, torch.zeros(4), seeds, positions)
+    assert torch.equal(_launch_sample(*inputs, chunk=256).tokens, sample(*inputs).tokens)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_cannot_be_sampled(temperature: float) -> None:
+    logits, _, *rest = small("demo step", 5)
+    logits[0, 700] = float("nan")
+    logits[1, 3] = float("inf")
+    logits[2] = -float("inf")
+    logits[3, :1400] = -float("inf")
+    inputs = (logits, torch.full((5,), temperature), *rest)
+    got, want = _launch_sample(*inputs, chunk=256), sample(*inputs)
+    assert got.finite.tolist() == want.finite.tolist() == [False, False, False, True, True]
+    assert torch.equal(got.tokens[3:], want.tokens[3:]) and int(got.tokens[3]) >= 1400
+    assert bool(((got.tokens >= 0) & (got.tokens < logits.shape[1])).all())
+
+
+def test_greedy_takes_the_first_of_the_largest() -> None:
+    inputs = list(small("greedy", 2))
+    inputs[0] = torch.zeros_like(inputs[0])
+    inputs[0][1, [40, 900]] = 1.0
+    assert _launch_sample(*inputs, chunk=256).tokens.tolist() == [0, 40]
+
+
+@pytest.mark.parametrize(
+    ("shape", "k", "chunk"),
+    [((7, 3000), 15, 512), ((3, 40), 63, 64), ((1, 160), 1, 64), ((2, 2000), 64, 1024)],
+)
+@pytest.mark.parametrize("ties", [False, True])
+def test_top_k(shape: tuple[int, int], k: int, chunk: int, ties: bool) -> None:
+    logits = torch.randn(shape, generator=torch.Generator().manual_seed(k)) * 3
+    if ties:
+        logits = (logits / 2).round()
+    values, ids = _launch_top(logits, k, chunk=chunk)
+    want, names = top_log_probs(logits, k)
+    assert ids.dtype == torch.int64 and torch.equal(ids, names)
+    assert torch.allclose(values, want, rtol=0, atol=2e-6)
+    order = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    assert torch.equal(names, order)  # equal values by rising id
+    other = _launch_top(logits[-1:], k, chunk=chunk)
+    assert torch.equal(other[0], values[-1:]) and torch.equal(other[1], ids[-1:])
+
+
+def test_top_k_of_broken_rows() -> None:
+    logits = torch.randn(4, 700)
+    logits[0, 5], logits[1, 600] = float("nan"), float("inf")
+    logits[2, 10:] = -float("inf")
+    values, ids = _launch_top(logits, 20, chunk=256)
+    assert not bool(torch.isfinite(values[:2]).any())
+    assert torch.equal(torch.isfinite(values[2]), torch.arange(20) < 10)
+    assert torch.equal(ids[3], top_log_probs(logits[3:], 20)[1][0])
+    assert all(len(set(row)) == 20 and 0 <= min(row) <= max(row) < 700 for row in ids.tolist())
+
+
+def test_top_k_foresees_the_noise() -> None:
+    """Rows at T > 0 rank logits / T + noise, as sampling does; rows at 0 do not."""
+    logits = torch.randn(4, 900, generator=torch.Generator().manual_seed(0)) * 2
+    heat = torch.tensor([0.0, 1.0, 0.3, 1.5])
+    seeds, positions = torch.arange(4) - 2, torch.arange(4) + 2**33
+    got = _launch_top(logits, 12, heat, seeds, positions, chunk=256)
+    want = top_log_probs(logits, 12, heat, seeds, positions)
+    assert torch.equal(got[1], want[1])
+    assert torch.allclose(got[0], want[0], rtol=0, atol=2e-4)
+    off, on = torch.zeros(4, dtype=torch.int64), torch.ones(4)
+    drawn = sample(logits, heat, off, on, torch.zeros(4), seeds, positions).tokens
+    assert torch.equal(got[1][:, 0], drawn)
