@@ -7,7 +7,31 @@ slots each row sees; `mla_attention` runs once a layer.
 
 from __future__ import annotations
 
-from kdtree_engine.kernels.mla_attention.plan import AttentionPlan, SpanPlan, plan_attention
-from kdtree_engine.kernels.mla_attention.reference import mla_attention
+from torch import Tensor
 
-__all__ = ["AttentionPlan", "SpanPlan", "mla_attention", "plan_attention"]
+from kdtree_engine.kernels.mla_attention import launch, reference
+from kdtree_engine.kernels.mla_attention.plan import (
+    AttentionPlan,
+    SpanPlan,
+    TablePlan,
+    plan_attention,
+)
+
+__all__ = ["AttentionPlan", "SpanPlan", "TablePlan", "mla_attention", "plan_attention"]
+
+
+def mla_attention(
+    query: Tensor,
+    latents: Tensor,
+    plan: AttentionPlan | TablePlan,
+    scale: float,
+    value_dim: int,
+) -> Tensor:
+    """Attention output in latent space, [R, heads, value_dim], in the query's dtype.
+
+    query [R, heads, D]: absorbed, rotated. latents [pages, 64, D]: one layer of the cache, the
+    step's own rows already written. A TablePlan needs R = S * N and runs as kernels.
+    """
+    if isinstance(plan, TablePlan):
+        return launch.attend(query, latents, plan, scale, value_dim)
+    return reference.mla_attention(query, latents, plan, scale, value_dim)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kdtree_engine.config import PAGE_SIZE
-from kdtree_engine.types import Span, StepInputs
+from kdtree_engine.kernels.launch import has_kernel
+from kdtree_engine.types import Span, SpanTable, StepInputs
 
 TILE = PAGE_SIZE
 
@@ -57,10 +58,48 @@ class AttentionPlan:
     rows: int
 
 
-def plan_attention(inputs: StepInputs, null_slot: int) -> AttentionPlan:
-    """Plan one step. `null_slot` is a cache slot that always holds zeros."""
-    spans = tuple(_plan_span(span, inputs.slots, null_slot) for span in inputs.spans)
-    return AttentionPlan(spans, int(inputs.tokens.shape[0]))
+@dataclass(frozen=True, eq=False)
+class TablePlan:
+    """A step whose spans the device alone knows; the kernels read the table themselves.
+
+    slots [R] int64: where the step's own latents lie. rows: R, which is S * N.
+    """
+
+    spans: SpanTable
+    slots: Tensor
+    rows: int
+
+
+def plan_attention(inputs: StepInputs, null_slot: int) -> AttentionPlan | TablePlan:
+    """Plan one step. `null_slot` is a cache slot that always holds zeros.
+
+    A span table stays on a CUDA device; on the CPU its values are read and planned like spans.
+    """
+    rows = int(inputs.tokens.shape[0])
+    spans = inputs.spans
+    if isinstance(spans, SpanTable):
+        if has_kernel(inputs.slots):
+            return TablePlan(spans, inputs.slots, rows)
+        spans = spans_of(spans, rows)
+    return AttentionPlan(tuple(_plan_span(span, inputs.slots, null_slot) for span in spans), rows)
+
+
+def spans_of(table: SpanTable, rows: int) -> tuple[Span, ...]:
+    """The table's spans as host values; `rows` is a causal run's length. Reads the table.
+
+    Rows that the CPU appends to a causal run (it pads one row to two) count as the run's own: no
+    row before them sees them.
+    """
+    spans = []
+    for place, context in enumerate(table.contexts.tolist()):
+        if table.ancestors is None:
+            count, ancestors = rows, None
+        else:
+            count, ancestors = int(table.ancestors.shape[1]), table.ancestors[place]
+        covered = context + (count if ancestors is None else 0)
+        pages = table.pages[place, : -(-covered // PAGE_SIZE)].long()
+        spans.append(Span(place * count, count, context, pages, ancestors))
+    return tuple(spans)
 
 
 def _plan_span(span: Span, slots: Tensor, null_slot: int) -> SpanPlan:

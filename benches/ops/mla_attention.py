@@ -1,0 +1,107 @@
+"""Attention of one request on one rank of eight: a chain of draft rows after a long context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ops.base import Variant
+from kdtree_engine.kernels.mla_attention.launch import Tiling, attend, tiling
+from kdtree_engine.kernels.mla_attention.plan import TILE, TablePlan
+from kdtree_engine.types import SpanTable
+
+HEADS, KV, ROPE = 8, 512, 64
+SCALE = 0.14467963
+ROWS = (1, 8, 16, 32, 64)
+CONTEXTS = (4096, 32768, 131072)
+CUTS = (
+    Tiling(8, 4, 1),
+    Tiling(8, 8, 2),
+    Tiling(16, 4, 2),
+    Tiling(16, 8, 2),
+    Tiling(16, 4, 2, limit=0),
+    Tiling(16, 4, 2, limit=256),
+    Tiling(16, 4, 2, waves=1),
+    Tiling(16, 4, 2, batch=1),
+    Tiling(16, 4, 1, split=2),
+    Tiling(32, 8, 2),
+    Tiling(32, 8, 2, limit=0),
+)
+
+
+class _Problem:
+    """One span of `rows` in a chain; `layers` caches, so that the L2 is cold."""
+
+    def __init__(self, rows: int, context: int) -> None:
+        pages = context // TILE + 3
+        # 120 MB of keys, twice an L2, however short the context
+        self.layers = max(1, 120_000_000 // (context * (KV + ROPE) * 2))
+        make = torch.Generator("cuda").manual_seed(0)
+        shape = (self.layers, pages, TILE, KV + ROPE)
+        self.latents = torch.randn(shape, generator=make, device="cuda").bfloat16()
+        self.query = torch.randn(rows, HEADS, KV + ROPE, generator=make, device="cuda") * 0.3
+        self.query = self.query.bfloat16()
+        order = torch.randperm(pages - 1, generator=make, device="cuda").int()
+        masks = torch.tensor([(2 << row) - 1 for row in range(min(rows, 63))], device="cuda")
+        if rows == 64:
+            masks = torch.cat((masks, masks.new_full((1,), -1)))
+        contexts = torch.tensor([context], dtype=torch.int32, device="cuda")
+        self.slots = (pages - 1) * TILE + torch.arange(rows, device="cuda")
+        table = SpanTable(contexts, order[None].contiguous(), masks[None])
+        self.plan = TablePlan(table, self.slots, rows)
+
+    def run(self, layer: int, cut: Tiling) -> Tensor:
+        return attend(self.query, self.latents[layer], self.plan, SCALE, KV, cut)
+
+    def truth(self) -> Tensor:
+        """float32 result of layer 0."""
+        context = int(self.plan.spans.contexts[0])
+        flat = self.latents[0].view(-1, KV + ROPE)
+        pages = self.plan.spans.pages[0, : context // TILE].long()
+        keys = torch.cat((self.latents[0][pages].view(-1, KV + ROPE), flat[self.slots])).float()
+        places = torch.arange(keys.shape[0], device="cuda")
+        out = []
+        for row in range(self.plan.rows):
+            scores = self.query[row].float() @ keys.T * SCALE
+            scores = scores.masked_fill(places > context + row, -torch.inf)
+            out.append(torch.softmax(scores, -1) @ keys[:, :KV])
+        return torch.stack(out)
+
+
+def _check(problem: _Problem, cut: Tiling, expected: list[Tensor]) -> str | None:
+    result = problem.run(0, cut)
+    if not expected:
+        truth = problem.truth()
+        error = float((result.float() - truth).norm() / truth.norm())
+        if not error < 6e-3:
+            return f"relative error {error:.1e}"
+        expected.append(result)
+    return None if torch.equal(result, expected[0]) else "not the bits of the first variant"
+
+
+def _variant(problem: _Problem, context: int, cut: Tiling, expected: list[Tensor]) -> Variant:
+    rows = problem.plan.rows
+    limit = "" if cut.limit is None else f" limit {cut.limit}"
+    return Variant(
+        f"mla_attention rows {rows} context {context}: {cut.columns} columns {cut.warps} warps "
+        f"{cut.stages} stages split {cut.split} waves {cut.waves} batch {cut.batch}{limit}",
+        lambda layer: problem.run(layer, cut),
+        lambda: _check(problem, cut, expected),
+        problem.layers,
+        context * (KV + ROPE) * 2.0 + rows * HEADS * (2 * KV + ROPE) * 2.0,
+        2.0 * rows * HEADS * context * (2 * KV + ROPE),
+    )
+
+
+def variants() -> Iterator[Variant]:
+    """Every sensible cut of every shape; the one in use comes first."""
+    for context in CONTEXTS:
+        for rows in ROWS:
+            problem, expected = _Problem(rows, context), list[Tensor]()
+            columns = rows * HEADS
+            chosen = tiling(columns, torch.cuda.get_device_capability() >= (12, 0))
+            for cut in dict.fromkeys((chosen, *CUTS)):
+                if cut.columns <= max(16, columns):
+                    yield _variant(problem, context, cut, expected)
