@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from kdtree_engine.engine.measure.floor import (
 )
 from kdtree_engine.engine.measure.shapes import KIMI_K26, TINY, shape, share
 from kdtree_engine.errors import KDTreeError, OptionError
+from kdtree_engine.model import load_target
 
 MOE_LAYERS = 60
 
@@ -121,6 +122,25 @@ def test_zipf_loads_and_the_bias_that_makes_them() -> None:
         assert float(counts[first:end].sum()) == pytest.approx(
             float(loads[first:end].sum()), rel=0.15
         )
+
+
+def shapes(x: Any) -> Any:
+    """Shapes and dtypes of every tensor in nested dataclasses and tuples; other values as are."""
+    if isinstance(x, torch.Tensor):
+        return tuple(x.shape), x.dtype, x.stride()
+    if is_dataclass(x) and not isinstance(x, type):
+        return type(x), [shapes(getattr(x, one.name)) for one in fields(x)]
+    return [shapes(one) for one in x] if isinstance(x, tuple) else x
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_experts_made_in_place_are_like_those_that_are_loaded(ranks: int) -> None:
+    config, cpu = share(TINY, ranks), torch.device("cpu")
+    made = weights.random_target(config, torch.bfloat16, cpu, kernels=True)
+    checkpoint = weights.RandomCheckpoint(config, cpu)
+    loaded = load_target(checkpoint, torch.bfloat16, cpu, kernels=True)
+    assert shapes(made) == shapes(loaded)
+    assert made.layers[1].mlp.experts.up.scale is not None
 
 
 def test_row_counts_and_numbers() -> None:

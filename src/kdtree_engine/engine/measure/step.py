@@ -32,10 +32,10 @@ from kdtree_engine.engine.measure.timing import (
     time_by_kernel,
 )
 from kdtree_engine.engine.measure.verify import Cache, Verification, random_cache, verification
-from kdtree_engine.engine.measure.weights import RandomCheckpoint
+from kdtree_engine.engine.measure.weights import random_target
 from kdtree_engine.engine.memory import free_bytes, page_bytes
 from kdtree_engine.errors import OptionError
-from kdtree_engine.model import Kimi, load_target, moe
+from kdtree_engine.model import Kimi, moe
 
 Say = Callable[[str], None]
 
@@ -109,8 +109,7 @@ def plan(options: Options) -> tuple[ModelConfig, list[int], list[int]]:
 
 
 def _build(config: ModelConfig, options: Options, dtype: torch.dtype, device: torch.device) -> Kimi:
-    checkpoint = RandomCheckpoint(config, device, options.routing, options.seed)
-    return load_target(checkpoint, dtype, device)
+    return random_target(config, dtype, device, options.routing, options.seed)
 
 
 def _cache(

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kdtree_engine.cache import CacheLayout, CachePool
 from kdtree_engine.config import MAX_ROWS_PER_REQUEST, PAGE_SIZE
-from kdtree_engine.kernels.cache_commit import commit_rows
-from kdtree_engine.kernels.tree_accept import tree_accept
+from kdtree_engine.kernels.cache_commit import commit_paths_device
+from kdtree_engine.kernels.tree_accept import AcceptedPaths, tree_accept
 from kdtree_engine.kernels.tree_build import BuiltTrees, tree_build
 from kdtree_engine.kernels.tree_mask import tree_mask
 from kdtree_engine.model import Kimi
@@ -68,7 +68,6 @@ class Verification:
     settings: SamplingRows
     slots: Tensor  # [R, N] int64, scratch
     everything: Tensor  # [R * N] int64, all rows
-    steps: Tensor  # [H + 1] int64
     made: dict[str, Tensor] = field(default_factory=dict)  # what the last run made
 
     def run(self) -> None:
@@ -86,7 +85,7 @@ class Verification:
         )
         chosen = picks.tokens.view(self.requests, self.rows)
         paths = tree_accept(trees.tokens, trees.parents, chosen, HORIZON + 1)
-        self.commit(paths.indices, paths.lengths)
+        self.commit(paths)
         self.contexts.add_(paths.lengths)
         self.made.update(
             logits=logits, tokens=trees.tokens, parents=trees.parents, roots=paths.next_tokens
@@ -107,15 +106,17 @@ class Verification:
         reserved = (layout.null_slot, layout.spill_slot)
         return self.target.forward(inputs, self.cache.pool.latents, reserved).logits
 
-    def commit(self, indices: Tensor, lengths: Tensor) -> None:
-        """Accepted rows to their places; what is padding goes from spill to spill."""
-        accepted = self.steps < lengths[:, None]
-        spill = self.cache.layout.spill_slot + self.steps
-        source = torch.where(accepted, self.slots.gather(1, indices.clamp(min=0)), spill)
-        places = self.contexts[:, None].long() + self.steps
-        page = self.cache.pages.gather(1, places // PAGE_SIZE).long()
-        goal = torch.where(accepted, page * PAGE_SIZE + places % PAGE_SIZE, spill)
-        commit_rows(self.cache.pool.latents, source.flatten(), goal.flatten())
+    def commit(self, paths: AcceptedPaths) -> None:
+        """Accepted rows to their places."""
+        commit_paths_device(
+            self.cache.pool.latents,
+            self.slots,
+            paths.indices,
+            paths.lengths,
+            self.contexts,
+            self.cache.pages,
+            self.cache.layout.spill_slot,
+        )
 
     def set_context(self, context: int) -> None:
         """From now on every request has this many cached tokens."""
@@ -155,5 +156,4 @@ def verification(
         settings,
         slots.to(device),
         torch.arange(count, device=device),
-        torch.arange(HORIZON + 1, device=device),
     )

@@ -1,7 +1,8 @@
 """A model folder that is not there: random tensors of the right shapes, made on the device.
 
-The network is then built by the same code that reads a checkpoint. Weights have a spread of
-1 / sqrt(inputs), so that values stay near 1 through all layers and the router's scores vary.
+The network is then built by the same code that reads a checkpoint, save that experts laid out for
+kernels are made where they lie. Weights have a spread of 1 / sqrt(inputs), so that values stay near
+1 through all layers and the router's scores vary.
 """
 
 from __future__ import annotations
@@ -17,11 +18,61 @@ from kdtree_engine.checkpoints.load import ExpertTensors
 from kdtree_engine.checkpoints.names import expected_tensors, expert_shape
 from kdtree_engine.config import ModelConfig
 from kdtree_engine.errors import OptionError
+from kdtree_engine.kernels.experts import random_packed_experts
 from kdtree_engine.kernels.int4 import GROUP, NIBBLES, Int4Tensor, dequantise
+from kdtree_engine.kernels.router import RouterSettings
+from kdtree_engine.model import Kimi
+from kdtree_engine.model.load import _Builder
+from kdtree_engine.model.moe import PackedMixture
 
 ROUTINGS = ("uniform", "zipf")
 LOGIT_SPREAD = 1.0  # of the router's logits, given rows of root mean square 1
 _MOST_LOAD = 0.9  # of the rows, to one expert
+
+
+def random_target(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    routing: str = "uniform",
+    seed: int = 0,
+    kernels: bool | None = None,
+) -> Kimi:
+    """The network of random weights; `kernels` as in load_target. OptionError for a routing that
+    there is not.
+    """
+    checkpoint = RandomCheckpoint(config, device, routing, seed)
+    laid_out = device.type == "cuda" if kernels is None else kernels
+    return _RandomBuilder(checkpoint, dtype, device, laid_out).build()
+
+
+class _RandomBuilder(_Builder):
+    """The loader, without reading and packing 23,040 experts one by one."""
+
+    checkpoint: RandomCheckpoint
+
+    def packed_experts(
+        self, index: int, prefix: str, bias: Tensor, settings: RouterSettings
+    ) -> PackedMixture:
+        """INT4 experts of random words."""
+        config = self.config
+        if config.quantization != "int4":
+            return super().packed_experts(index, prefix, bias, settings)
+        shared = config.num_shared_experts * config.moe_intermediate_size
+        names = ["gate.weight"]
+        if shared:
+            names += [f"shared_experts.{name}_proj.weight" for name in ("gate", "up")]
+        gate = self.pack(torch.cat([self.raw(prefix + name) for name in names]))
+        experts = random_packed_experts(
+            config.num_experts,
+            config.hidden_size,
+            config.moe_intermediate_size,
+            shared,
+            self.device,
+            self.checkpoint.random,
+            self.dtype,
+        )
+        return PackedMixture(gate, bias, settings, experts, shared, self.dtype)
 
 
 class RandomCheckpoint(ModelCheckpoint):
@@ -86,12 +137,12 @@ class RandomExperts(ExpertTensors):
     def weight(self, expert: int, projection: str) -> Tensor:
         """bfloat16 [out, in]."""
         if self.form(expert, projection) == "int4":
-            return dequantise(self.packed(expert, projection))
+            return dequantise(self._int4(expert, projection, own=True))
         shape = expert_shape(self._source.config, projection)
         values = torch.empty(shape, dtype=torch.bfloat16, device=self._source.device)
         return values.normal_(0.0, 1 / math.sqrt(shape[1]), generator=self._source.random)
 
-    def packed(self, expert: int, projection: str) -> Int4Tensor:
+    def _int4(self, expert: int, projection: str, own: bool) -> Int4Tensor:
         """Random nibbles; their spread is 4.6, which the scale takes back."""
         rows, columns = expert_shape(self._source.config, projection)
         device, random = self._source.device, self._source.random
