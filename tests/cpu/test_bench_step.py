@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreter import allow_device_loops
 
 from kdtree_engine import cli
 from kdtree_engine.engine.measure import gate, step, table, timing, weights
@@ -26,6 +28,8 @@ from kdtree_engine.errors import KDTreeError, OptionError
 from kdtree_engine.model import load_target
 
 MOE_LAYERS = 60
+
+allow_device_loops()
 
 
 def kimi_step(rows: int, context: int = 0, requests: int = 1) -> Step:
@@ -233,6 +237,28 @@ def test_every_repeat_is_the_same_step() -> None:
     assert torch.equal(committed[slots], committed[one.slots[:, 0]])
     one.run()
     assert all(torch.equal(one.made[name], value) for name, value in first.items())
+
+
+def test_the_step_on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it in Triton's interpreter, against the same step on references."""
+    config, cpu = replace(share(TINY, 8), num_layers=2), torch.device("cpu")
+    made: list[dict[str, torch.Tensor]] = []
+    for kernels in (False, True):
+        checkpoint = weights.RandomCheckpoint(config, cpu)
+        target = load_target(checkpoint, torch.float32, cpu, kernels=kernels)
+        torch.manual_seed(0)
+        one = step.verification(target, step.random_cache(target, 2, 3, torch.float32), 2, 4, 0.7)
+        one.set_context(100)
+        if kernels:
+            for name, module in list(sys.modules.items()):
+                if name.startswith("kdtree_engine.") and hasattr(module, "has_kernel"):
+                    monkeypatch.setattr(module, "has_kernel", lambda x: True)
+        distinct = step.distinct_experts(one)
+        made.append({**one.made, "contexts": one.contexts, "distinct": torch.tensor(distinct)})
+    wanted, got = made
+    logits = [found.pop("logits") for found in made]
+    assert (logits[0] - logits[1]).abs().max() < 2e-5 * logits[0].std()
+    assert all(torch.equal(got[name], value) for name, value in wanted.items())
 
 
 def test_the_gate_refuses_other_bits(

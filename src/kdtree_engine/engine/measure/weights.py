@@ -8,6 +8,7 @@ kernels are made where they lie. Weights have a spread of 1 / sqrt(inputs), so t
 from __future__ import annotations
 
 import math
+import zlib
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from kdtree_engine.checkpoints import ModelCheckpoint
 from kdtree_engine.checkpoints.load import ExpertTensors
-from kdtree_engine.checkpoints.names import expected_tensors, expert_shape
+from kdtree_engine.checkpoints.names import expected_tensors, expert_module, expert_shape
 from kdtree_engine.config import ModelConfig
 from kdtree_engine.errors import OptionError
 from kdtree_engine.kernels.experts import random_packed_experts
@@ -69,7 +70,7 @@ class _RandomBuilder(_Builder):
             config.moe_intermediate_size,
             shared,
             self.device,
-            self.checkpoint.random,
+            self.checkpoint.random(prefix + "experts"),
             self.dtype,
         )
         return PackedMixture(gate, bias, settings, experts, shared, self.dtype)
@@ -78,7 +79,7 @@ class _RandomBuilder(_Builder):
 class RandomCheckpoint(ModelCheckpoint):
     """What load_target reads, drawn anew at each call. `routing`: how the experts are loaded.
 
-    The same seed gives the same values on the same kind of device.
+    A tensor follows from the seed and its name alone, on the same kind of device.
     """
 
     def __init__(
@@ -91,31 +92,36 @@ class RandomCheckpoint(ModelCheckpoint):
         self.notes = ()
         self.device = device
         self.routing = routing
-        self.random = torch.Generator(device).manual_seed(seed)
+        self.seed = seed
+        self._random = torch.Generator(device)
         self._specs = expected_tensors(config, experts=False)
+
+    def random(self, name: str) -> torch.Generator:
+        """The device's generator, set to what `name` draws."""
+        return self._random.manual_seed(self.seed ^ zlib.crc32(name.encode()))
 
     def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         """bfloat16 of the shape that a checkpoint of this config has; the bias is float32."""
         shape = self._specs[name].shape
         if name.endswith("e_score_correction_bias"):
-            return self.bias()
+            return self.bias(name)
         if len(shape) == 1:
             return torch.ones(shape, dtype=torch.bfloat16, device=self.device)
         spread = 1.0 if "embed_tokens" in name else 1.0 / math.sqrt(shape[1])
         values = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
-        values.normal_(0.0, spread, generator=self.random)
+        values.normal_(0.0, spread, generator=self.random(name))
         return values[rows or slice(None), columns or slice(None)]
 
     def experts(self, layer: int) -> RandomExperts:
         """The routed experts of a layer."""
         return RandomExperts(self, layer)
 
-    def bias(self) -> Tensor:
+    def bias(self, name: str) -> Tensor:
         """float32 [E]: zeros, or what makes expert loads fall like 1 / rank, ranks shuffled."""
         count = self.config.num_experts
         if self.routing == "uniform":
             return torch.zeros(count, device=self.device)
-        order = torch.randperm(count, generator=self.random, device=self.device)
+        order = torch.randperm(count, generator=self.random(name), device=self.device)
         return zipf_bias(count, self.config.experts_per_token, LOGIT_SPREAD).to(self.device)[order]
 
     def close(self) -> None:
@@ -140,12 +146,14 @@ class RandomExperts(ExpertTensors):
             return dequantise(self._int4(expert, projection, own=True))
         shape = expert_shape(self._source.config, projection)
         values = torch.empty(shape, dtype=torch.bfloat16, device=self._source.device)
-        return values.normal_(0.0, 1 / math.sqrt(shape[1]), generator=self._source.random)
+        random = self._source.random(expert_module(self.layer, expert, projection))
+        return values.normal_(0.0, 1 / math.sqrt(shape[1]), generator=random)
 
     def _int4(self, expert: int, projection: str, own: bool) -> Int4Tensor:
         """Random nibbles; their spread is 4.6, which the scale takes back."""
         rows, columns = expert_shape(self._source.config, projection)
-        device, random = self._source.device, self._source.random
+        device = self._source.device
+        random = self._source.random(expert_module(self.layer, expert, projection))
         words = torch.randint(
             -(2**31), 2**31, (rows, columns // NIBBLES), dtype=torch.int32, device=device,
             generator=random,
