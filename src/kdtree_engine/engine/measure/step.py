@@ -27,6 +27,7 @@ from kdtree_engine.engine.measure.table import (
 )
 from kdtree_engine.engine.measure.timing import (
     captured,
+    check_machine,
     measure_machine,
     median_ms,
     time_by_kernel,
@@ -67,6 +68,7 @@ def run(options: Options, say: Say, write: Say) -> list[Measurement]:
     dtype = torch.bfloat16 if cuda else torch.float32
     with torch.inference_mode():
         machine = measure_machine(device)
+        check_machine(machine)
         shallow = replace(config, num_layers=min(gate.LAYERS, config.num_layers))
         gate.check_rows(_build(shallow, options, dtype, device), dtype)
         say(f"gate passed: {gate.ROWS} rows of {shallow.num_layers} layers, bits of plain decoding")
