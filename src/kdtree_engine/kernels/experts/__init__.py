@@ -81,7 +81,7 @@ def _weight_options(weight: TiledWeight, x: Tensor, how: Tuning) -> dict[str, An
         "TILES": weight.weight.shape[1],
         "BLOCKS": weight.weight.shape[2],
         "QUANTISED": weight.scale is not None,
-        "PTX": x.is_cuda and how.ptx,
+        "PTX": x.device.type != "cpu" and how.ptx,  # the interpreter has none
         "PRECISE": precise(x),
         "N": weight.tile_rows,
         "STAGES": how.stages,

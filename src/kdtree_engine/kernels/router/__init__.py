@@ -44,18 +44,23 @@ def route_rows(
 ) -> Routing:
     """Choices, weights and blocks from a dense product's parts [S, R, N] float32, on the device.
 
-    N = E + 2 shared_inner: the gate's logits, then the shared expert's gate and up. bias [E]
-    float32. `dtype`: the activations', for the shared values. Up to FUSED_ROWS rows it is one
-    launch, up to GROUP_SLOTS choices two; a row's results do not depend on the others.
+    Columns: the gate's E logits, the shared expert's gate and up, 2 shared_inner, and perhaps more
+    that are not read. bias [E] float32. `dtype`: the activations', for the shared values. Up to
+    FUSED_ROWS rows it is one launch, up to GROUP_SLOTS choices two; a row's results do not depend
+    on the others.
     """
     rows, top_k, experts = parts.shape[1], settings.top_k, bias.shape[0]
     tokens = block_tokens(rows, top_k, experts)
-    fused = rows <= FUSED_ROWS
-    warps = 1 if rows == 1 or not fused else 8
+    fused, warps = rows <= FUSED_ROWS, route_warps(rows)
     routing = _launch_route(parts, bias, settings, shared_inner, dtype, tokens, fused, warps)
     if fused:
         return routing
     return routing._replace(blocks=group_choices(routing.experts, experts, tokens))
+
+
+def route_warps(rows: int) -> int:
+    """Warps of a program: one while it has one row, so that a maximum stays in the warp."""
+    return 8 if 1 < rows <= FUSED_ROWS else 1
 
 
 def group_choices(chosen: Tensor, experts: int, tokens: int) -> Blocks:
@@ -91,7 +96,7 @@ def _launch_route(
     (segments, rows, columns), experts = parts.shape, bias.shape[0]
     top_k, groups, device = settings.top_k, settings.groups, parts.device
     assert parts.dtype == bias.dtype == torch.float32, f"{parts.dtype} and {bias.dtype}"
-    assert parts.is_contiguous() and columns == experts + 2 * shared_inner, f"{parts.shape}"
+    assert parts.is_contiguous() and columns >= experts + 2 * shared_inner, f"{parts.shape}"
     assert experts < 0x7FFF and 0 < top_k <= experts and experts % groups == 0, f"{settings}"
     chosen = torch.empty(rows, top_k, dtype=torch.int32, device=device)
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=device)
