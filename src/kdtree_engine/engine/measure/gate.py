@@ -30,7 +30,7 @@ def check_rows(target: Kimi, dtype: torch.dtype) -> None:
     step.set_context(CONTEXT)
     step.run()
     logits, parents = step.made["logits"].clone(), step.made["parents"][0].tolist()
-    tokens = [int(step.roots[0, 0]), *step.made["tokens"][0, 1:].tolist()]
+    tokens = [int(step.roots[0]), *step.made["tokens"][0, 1:].tolist()]
     if not bool(logits.isfinite().all()) or bool((logits[0] == logits[-1]).all()):
         raise KDTreeError("gate: logits are not finite, or do not depend on the token")
     replay = captured(step.run, target.device)

@@ -118,6 +118,8 @@ def _cache(
     target: Kimi, options: Options, contexts: Sequence[int], dtype: torch.dtype, say: Say
 ) -> tuple[list[int], Cache]:
     """The contexts that memory allows, and a cache for the longest of them."""
+    if target.embedding.is_cuda:
+        torch.cuda.empty_cache()
     size = page_bytes(target.config, None, dtype) * options.requests
     free = free_bytes(target.device)
     fitting = [

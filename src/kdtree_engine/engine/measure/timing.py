@@ -61,14 +61,11 @@ def measure_machine(device: torch.device) -> Machine:
     """Rates and names."""
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else "CPU"
-    return Machine(
-        name,
-        _commit(),
-        torch.__version__,
-        _version("triton"),
-        _copy_tbs(device, 1 << (29 if cuda else 22)),
-        _matmul_tflops(device, 8192 if cuda else 512),
-    )
+    copy = _copy_tbs(device, 1 << (29 if cuda else 22))
+    product = _matmul_tflops(device, 8192 if cuda else 512)
+    if cuda:
+        torch.cuda.empty_cache()
+    return Machine(name, _commit(), torch.__version__, _version("triton"), copy, product)
 
 
 def check_machine(machine: Machine) -> None:

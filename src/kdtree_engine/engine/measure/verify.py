@@ -7,7 +7,7 @@ beginning moves it back, so that every repeat does the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ from kdtree_engine.cache import CacheLayout, CachePool
 from kdtree_engine.config import MAX_ROWS_PER_REQUEST, PAGE_SIZE
 from kdtree_engine.kernels.cache_commit import commit_paths_device
 from kdtree_engine.kernels.tree_accept import AcceptedPaths, tree_accept
-from kdtree_engine.kernels.tree_build import BuiltTrees, tree_build
-from kdtree_engine.kernels.tree_mask import tree_mask
+from kdtree_engine.kernels.tree_build import PlannedTrees, TreePlaces, plan_trees
 from kdtree_engine.model import Kimi
 from kdtree_engine.sampling import SamplingRows, sample
 from kdtree_engine.types import SpanTable, StepInputs
@@ -62,28 +61,25 @@ class Verification:
     rows: int
     contexts: Tensor  # [R] int32, what a step advances
     start: Tensor  # [R] int32, what it is set back to
-    roots: Tensor  # [R, 1] int64
+    roots: Tensor  # [R] int64
     drafted: Tensor  # [R, H, K] int64
     log_probs: Tensor  # [R, H, K] float32
     settings: SamplingRows
-    slots: Tensor  # [R, N] int64, scratch
+    scratch: Tensor  # [R] int64, where each request's rows begin
+    slots: Tensor  # [R, N] int64, where they lie
     everything: Tensor  # [R * N] int64, all rows
     made: dict[str, Tensor] = field(default_factory=dict)  # what the last run made
 
     def run(self) -> None:
         """One step."""
         self.contexts.copy_(self.start)
-        trees = tree_build(self.log_probs, self.drafted, self.rows - 1)
-        logits = self.logits(trees)
-        positions = (self.contexts[:, None] + trees.depths).flatten()
-        rows = self.settings
-        picks = sample(
-            logits,
-            SamplingRows(
-                rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, positions + 1
-            ),
-        )
-        chosen = picks.tokens.view(self.requests, self.rows)
+        places = TreePlaces(self.roots, self.contexts, self.scratch)
+        most = self.target.config.max_positions
+        planned = plan_trees(self.log_probs, self.drafted, self.rows - 1, places, most)
+        logits = self.logits(planned)
+        positions = planned.rows.positions.flatten() + 1
+        picks = sample(logits, replace(self.settings, position=positions))
+        trees, chosen = planned.trees, picks.tokens.view(self.requests, self.rows)
         paths = tree_accept(trees.tokens, trees.parents, chosen, HORIZON + 1)
         self.commit(paths)
         self.contexts.add_(paths.lengths)
@@ -91,15 +87,14 @@ class Verification:
             logits=logits, tokens=trees.tokens, parents=trees.parents, roots=paths.next_tokens
         )
 
-    def logits(self, trees: BuiltTrees) -> Tensor:
+    def logits(self, planned: PlannedTrees) -> Tensor:
         """float32 [R * N, V] of all rows."""
-        tokens = torch.cat((self.roots, trees.tokens[:, 1:].clamp(min=0)), 1)
-        positions = self.contexts[:, None] + trees.depths
+        rows = planned.rows
         inputs = StepInputs(
-            tokens.flatten(),
-            positions.flatten(),
-            self.slots.flatten(),
-            SpanTable(self.contexts, self.cache.pages, tree_mask(trees.parents)),
+            rows.tokens.flatten(),
+            rows.positions.flatten(),
+            rows.slots.flatten(),
+            SpanTable(self.contexts, self.cache.pages, planned.ancestors),
             self.everything,
         )
         layout = self.cache.layout
@@ -141,8 +136,8 @@ def verification(
         [temperature] * count, [0] * count, [1.0] * count, [0.0] * count, [seed] * count,
         [0] * count, device,
     )  # fmt: skip
-    scratch = [cache.layout.scratch_slot(place) for place in range(requests)]
-    slots = torch.tensor(scratch)[:, None] + torch.arange(rows)
+    scratch = torch.tensor([cache.layout.scratch_slot(place) for place in range(requests)])
+    slots = scratch[:, None] + torch.arange(rows)
     return Verification(
         target,
         cache,
@@ -150,10 +145,11 @@ def verification(
         rows,
         torch.zeros(requests, dtype=torch.int32, device=device),
         torch.zeros(requests, dtype=torch.int32, device=device),
-        torch.randint(vocab, (requests, 1), generator=random).to(device),
+        torch.randint(vocab, (requests,), generator=random).to(device),
         drafted.to(device),
         log_probs.to(device),
         settings,
+        scratch.to(device),
         slots.to(device),
         torch.arange(count, device=device),
     )
