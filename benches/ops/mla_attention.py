@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ops.base import Variant
 from kdtree_engine.kernels.mla_attention.launch import Tiling, attend, tiling
 from kdtree_engine.kernels.mla_attention.plan import TILE, TablePlan
 from kdtree_engine.types import SpanTable
+from ops.base import Variant
 
 HEADS, KV, ROPE = 8, 512, 64
 SCALE = 0.14467963
@@ -24,7 +24,8 @@ CUTS = (
     Tiling(16, 4, 2, limit=0),
     Tiling(16, 4, 2, limit=256),
     Tiling(16, 4, 2, waves=1),
-    Tiling(16, 4, 2, batch=1),
+    Tiling(16, 4, 2, batch=4),
+    Tiling(16, 4, 2, waves=4),
     Tiling(16, 4, 1, split=2),
     Tiling(32, 8, 2),
     Tiling(32, 8, 2, limit=0),

@@ -486,13 +486,13 @@ def partials(
 
 
 @triton.jit
-def fold_part(values, high, mass, part, columns, column, known, d, M, L, A, KV: tl.constexpr):
-    """fold with a part read from memory; none (M, L, A unchanged) where not known."""
+def read_part(values, high, mass, part, columns, column, known, d, KV: tl.constexpr):
+    """A part's (M, L, A) for one column, [1], [1], [WIDTH, 1]; no key's where not known."""
     at = column.to(tl.int64) + part * columns + tl.arange(0, 1)
     m = tl.load(high + at, mask=known, other=LOWEST)
     n = tl.load(mass + at, mask=known, other=0.0)
     a = tl.load(values + at[None, :] * KV + d[:, None], mask=known & (d < KV)[:, None], other=0.0)
-    return fold(M, L, A, m, n, a)
+    return m, n, a
 
 
 @triton.jit(do_not_specialize=["limit", "first", "count", "tail"])
@@ -519,7 +519,9 @@ def combine(
 ):
     """WIDTH values of one column: its parts folded in order and divided; out [R * HEADS, KV].
 
-    Loops are unrolled by BATCH groups so that their loads are in flight together.
+    Loops take BATCH groups at once and read them before they add. The barrier keeps the assembler
+    from moving the loads down to their uses, so all of them are in flight together; it needs a
+    block of two warps, since in one it is no instruction.
     """
     begin(PDL)
     column = tl.program_id(0)
@@ -541,32 +543,25 @@ def combine(
     L = tl.zeros([1], tl.float32)
     A = tl.zeros([WIDTH, 1], tl.float32)
     for start in range(0, whole, BATCH * GROUP):
+        read = ()
         for i in tl.static_range(BATCH * GROUP):
-            M, L, A = fold_part(
-                values, high, mass, start + i, columns, column, start + i < whole, d, M, L, A, KV
-            )
+            part = start + i
+            read += (read_part(values, high, mass, part, columns, column, part < whole, d, KV),)
+        tl.debug_barrier()
+        for i in tl.static_range(BATCH * GROUP):
+            M, L, A = fold(M, L, A, read[i][0], read[i][1], read[i][2])
     for start in range(groups * GROUP, seen, BATCH * GROUP):
+        read = ()
+        for i in tl.static_range(BATCH * GROUP):
+            unit = start + i
+            part = tl.where(unit < units, unit - groups * (GROUP - 1), tail + unit - units)
+            read += (read_part(values, high, mass, part, columns, column, unit < seen, d, KV),)
+        tl.debug_barrier()
         for g in tl.static_range(BATCH):
-            m = tl.full([1], LOWEST, tl.float32)
-            n = tl.zeros([1], tl.float32)
-            a = tl.zeros([WIDTH, 1], tl.float32)
-            for i in tl.static_range(GROUP):
-                unit = start + g * GROUP + i
-                part = tl.where(unit < units, unit - groups * (GROUP - 1), tail + unit - units)
-                m, n, a = fold_part(
-                    values,
-                    high,
-                    mass,
-                    part,
-                    columns,
-                    column,
-                    unit < seen,
-                    d,
-                    m,
-                    n,
-                    a,
-                    KV,
-                )
+            m, n, a = read[g * GROUP]
+            for i in tl.static_range(1, GROUP):
+                more = read[g * GROUP + i]
+                m, n, a = fold(m, n, a, more[0], more[1], more[2])
             M, L, A = fold(M, L, A, m, n, a)
     result = tl.where(L[None, :] > 0.0, A / L[None, :], 0.0)  # a row that sees nothing gives 0
     at = out + (column.to(tl.int64) * KV + d)[:, None] + tl.arange(0, 1)[None, :]

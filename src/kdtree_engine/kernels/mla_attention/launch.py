@@ -28,7 +28,8 @@ class Tiling:
     """How the kernels cut the work.
 
     columns: rows x heads a program takes at once. split: programs that share the value columns,
-    each computing all scores. limit: spans of up to so many units in pages are cut into units,
+    each computing all scores. waves: programs a device is given at once, in SMs. batch: groups
+    that `combine` reads at once. limit: spans of up to so many units in pages are cut into units,
     longer ones into groups; None: as many as leave too few groups to fill the device.
     """
 
@@ -47,12 +48,9 @@ def tiling(columns: int, small_memory: bool) -> Tiling:
     small_memory: a block has 99 KB (sm_120): one tile of K2.6 keys and 16 columns of the query.
     """
     if small_memory:
-        return Tiling(8 if columns <= 8 else 16, 4, 1)
-    if columns <= 8:
-        return Tiling(8, 4, 2)
-    if columns <= 16:
-        return Tiling(16, 4, 2)
-    return Tiling(32, 8, 2)
+        return Tiling(8 if columns <= 8 else 16, 8, 1)
+    # 8 columns would leave wgmma, and with it the double buffering of the keys
+    return Tiling(16, 4, 2) if columns <= 128 else Tiling(32, 8, 2)
 
 
 def attend(
@@ -159,7 +157,7 @@ def _launch(
     tiles = spans * -(-count * heads // cut.columns) * cut.split
     chunks = max(1, min(parts, cut.waves * multiprocessors(query.device) // tiles))
     shared = tiles * chunks
-    tail_columns = 0 if causal else min(cut.columns, max(8, _power(heads)))
+    tail_columns = 0 if causal else min(cut.columns, 16, max(8, _power(heads)))
     tails = 0 if causal else rows * _TAIL_UNITS * -(-heads // tail_columns) * cut.split
     ancestors = plan.slots if table.ancestors is None else table.ancestors
     options = launch_options(query)
@@ -175,7 +173,7 @@ def _launch(
     kernel.combine[(columns, -(-value_dim // wide))](
         values, high, mass, out, table.contexts, ancestors, limit, first, count, columns, parts,
         HEADS=heads, KV=value_dim, CAUSAL=causal, WIDTH=wide, UNIT=UNIT_TILES, GROUP=GROUP_UNITS,
-        BATCH=cut.batch, num_warps=1, **options,
+        BATCH=cut.batch, num_warps=2, **options,
     )  # fmt: skip
 
 
