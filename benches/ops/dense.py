@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -32,17 +33,15 @@ EPS = 1e-5
 def candidates(rows: int, weight: PackedLinear) -> list[Tiles]:
     """Launches worth timing at this many rows."""
     narrow = max(8, 1 << (rows - 1).bit_length())
-    even = weight.tiles.shape[1] % 2 == 0
-    found = []
-    for block_n, warps in ((64, 4), (64, 2), (64, 1), (128, 4), (128, 2)):
-        if block_n == 128 and weight.tiles.shape[0] % 2:
-            continue
-        for block_k, stages in ((64, 4), (64, 6), (128, 3), (128, 4)):
-            if block_k == 128 and not even:
-                continue
-            found.append(Tiles(block_n, narrow, block_k, warps, stages, True))
+    wide = [(64, 4), (64, 2), (64, 1)] + ([(128, 4)] if weight.tiles.shape[0] % 2 == 0 else [])
+    deep = [(64, 6)] + ([(128, 4)] if weight.tiles.shape[1] % 2 == 0 else [])
+    found = [
+        Tiles(block_n, narrow, block_k, warps, stages, True)
+        for block_n, warps in wide
+        for block_k, stages in deep
+    ]
     if rows >= 32:
-        found += [tiles._replace(block_t=16) for tiles in found[:8]]
+        found += [tiles._replace(block_t=16) for tiles in found[:4]]
     return found
 
 
@@ -76,6 +75,27 @@ def product_variants(name: str, columns: int, depth: int, rows: int) -> Iterator
             check(tiles),
             count,
             moved,
+            2.0 * rows * columns * depth,
+        )
+
+
+def segment_variants(name: str, columns: int, depth: int, rows: int) -> Iterator[Variant]:
+    """The same product with K cut otherwise: what the constant in packed.py is chosen by."""
+    device = torch.device("cuda")
+    weights = [random_linear(columns, depth, BF16, device, 0.02) for _ in range(LAYERS)]
+    x = torch.randn(rows, depth, device=device, dtype=BF16)
+    blocks = weights[0].tiles.shape[1]
+    for segments in (1, 2, 4, 7, 8, 14, 16):
+        if blocks % (2 * segments):
+            continue
+        cut = [replace(weight, segment=blocks // segments) for weight in weights]
+        tiles = choose_tiles(rows, cut[0])
+        yield Variant(
+            f"{name} R={rows} S={segments} {tuple(tiles)}",
+            lambda layer, cut=cut, tiles=tiles: linear._launch_parts(x, cut[layer], tiles),
+            lambda cut=cut, tiles=tiles: fine(linear._launch_parts(x, cut[0], tiles)),
+            LAYERS,
+            columns * depth * 2,
             2.0 * rows * columns * depth,
         )
 
@@ -138,4 +158,6 @@ def variants() -> Iterator[Variant]:
     for rows in ROWS:
         for name, (columns, depth) in SHAPES.items():
             yield from product_variants(name, columns, depth, rows)
+            if rows in (1, 16, 64) and name != "head":
+                yield from segment_variants(name, columns, depth, rows)
         yield from row_variants(rows)

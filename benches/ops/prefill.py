@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
-from ops.base import Variant
 from torch import Tensor
 
 from kdtree_engine.kernels import linear
 from kdtree_engine.kernels.linear import PackedLinear, Tiles, choose_tiles, random_linear
+from ops.base import Variant
 
 BF16 = torch.bfloat16
 ROWS = 2048

@@ -60,16 +60,21 @@ def product(x: Tensor, weight: DenseWeight) -> Tensor:
 
 
 def choose_tiles(rows: int, weight: PackedLinear) -> Tiles:
-    """Launch constants by the number of rows, from benches/kernels.py on an H200."""
-    wide = weight.tiles.shape[0] % 2 == 0
-    pairs = weight.tiles.shape[1] % 2 == 0 and weight.tiles.element_size() == 2
-    block_k = 128 if pairs else 64
+    """Launch constants by the number of rows, from benches/kernels.py on an H200.
+
+    None needs more shared memory than sm_120 has.
+    """
+    count, blocks = weight.tiles.shape[:2]
+    half = weight.tiles.element_size() == 2
+    narrow = max(8, 1 << (rows - 1).bit_length())
+    if rows <= 8:
+        return Tiles(64, narrow, 64, 1, 6, True)
     if rows <= 64:
-        block_t = max(8, 1 << (rows - 1).bit_length())
-        return Tiles(64, block_t, block_k, 4, 4 if block_t <= 32 else 3, True)
+        block_k = 128 if half and blocks % 2 == 0 else 64
+        return Tiles(64, narrow, block_k, 4, 4 if narrow < 64 else 3, True)
     if rows <= 256:
-        return Tiles(64, 64, 64, 4, 4, weight.tiles.shape[0] < 64)
-    return Tiles(128 if wide else 64, 128 if wide else 64, 64, 8 if wide else 4, 3, False)
+        return Tiles(64, 64, 64, 4, 4 if half else 3, count < 64)
+    return Tiles(64, 128, 64, 4, 4 if half else 2, False)
 
 
 def _launch_parts(x: Tensor, weight: PackedLinear, tiles: Tiles) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 TILE = 64  # rows and inputs of one stored tile
-_WANTED_PROGRAMS = 192  # about 1.5 an SM of an H200
+_WANTED_PROGRAMS = 132  # one an SM of an H200
 _SHORTEST_SEGMENT = 4  # blocks of 64 inputs
 
 
@@ -43,11 +43,13 @@ class PackedLinear:
 
 
 def segment_blocks(row_tiles: int, blocks: int) -> int:
-    """K blocks a segment, so that few row tiles still give every SM a program.
+    """K blocks a segment: segments are a power of two, as many as give every SM a program.
 
-    Even where the number of blocks is, so that a program may take two at a time.
+    More of them would still speed up one row, by less than reading their sums costs 64 rows and a
+    prompt (docs/exactness.md). Even where the number of blocks is, since a program may take two.
     """
-    segments = max(1, min(_WANTED_PROGRAMS // row_tiles, blocks // _SHORTEST_SEGMENT))
+    most = max(1, min(_WANTED_PROGRAMS // row_tiles, blocks // _SHORTEST_SEGMENT))
+    segments = 1 << (most.bit_length() - 1)
     unit = 2 if blocks % 2 == 0 else 1
     return -(-blocks // (segments * unit)) * unit
 

@@ -29,11 +29,11 @@ def _launch(mixed: Tensor, weight: Tensor) -> Tensor:
     out = torch.empty(rows, heads * value, dtype=mixed.dtype, device=mixed.device)
     block_t = min(32, max(8, 1 << (rows - 1).bit_length()))
     block_v = 16
-    block_c = min(128, max(16, 1 << (latent - 1).bit_length()))
+    block_c = min(256, max(16, 1 << (latent - 1).bit_length()))
     grid = (heads, -(-value // block_v), -(-rows // block_t))
     value_up_rows[grid](
         mixed.contiguous(), weight, out, rows, heads, latent, value, block_v, block_c, block_t,
-        precise(mixed), num_warps=1 if block_t <= 16 else 2, **launch_options(mixed),
+        precise(mixed), num_warps=2, **launch_options(mixed),
     )  # fmt: skip
     return out
 
