@@ -21,6 +21,7 @@ CUTS = (
     Tiling(8, 8, 2),
     Tiling(16, 4, 2),
     Tiling(16, 8, 2),
+    Tiling(16, 8, 2, apart=True),
     Tiling(16, 4, 2, limit=0),
     Tiling(16, 4, 2, limit=256),
     Tiling(16, 4, 2, waves=1),
@@ -28,6 +29,7 @@ CUTS = (
     Tiling(16, 4, 2, waves=4),
     Tiling(16, 4, 1, split=2),
     Tiling(32, 8, 2),
+    Tiling(32, 8, 2, apart=True),
     Tiling(32, 8, 2, limit=0),
 )
 
@@ -87,6 +89,7 @@ def _variant(problem: _Problem, context: int, cut: Tiling, expected: list[Tensor
     limit = "" if cut.limit is None else f" limit {cut.limit}"
     return Variant(
         f"mla_attention rows {rows} context {context}: {cut.columns} columns {cut.warps} warps "
+        f"{'apart ' if cut.apart else ''}"
         f"{cut.stages} stages split {cut.split} waves {cut.waves} batch {cut.batch}{limit}",
         lambda layer: problem.run(layer, cut),
         lambda: _check(problem, cut, expected),

@@ -158,7 +158,7 @@ def test_every_cut_has_the_same_bits(context: int, parents: Sequence[int] | None
     made = step(keys, queries, [context], parents, len(BRANCHING))
     expected = made.kernels()
     for cut in (
-        replace(CUT, limit=0, batch=2),
+        replace(CUT, limit=0, batch=2, apart=True),
         replace(CUT, limit=0, columns=8, split=2, waves=1),
     ):
         assert torch.equal(made.kernels(cut), expected), cut

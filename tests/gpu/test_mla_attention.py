@@ -24,7 +24,12 @@ PARENTS = [-1, 0, 0, 1, 2, 2, 4, 6, 6, 8]
 def cuts() -> tuple[Tiling, ...]:
     if torch.cuda.get_device_capability() >= (12, 0):
         return CUTS
-    return (*CUTS, Tiling(16, 4, 2, limit=0), Tiling(32, 8, 2), Tiling(32, 8, 2, limit=0))
+    return (
+        *CUTS,
+        Tiling(16, 4, 2, limit=0),
+        Tiling(32, 8, 2),
+        Tiling(32, 8, 2, limit=0, apart=True),
+    )
 
 
 def text(length: int) -> tuple[Tensor, Tensor]:

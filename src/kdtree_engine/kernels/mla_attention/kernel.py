@@ -129,6 +129,7 @@ def add_tile(
     n,
     a,
     MASKED: tl.constexpr,
+    APART: tl.constexpr,
     PRECISE: tl.constexpr,
 ):
     """One tile of the recurrence; `fresh` where the tile begins a unit. n is [16, C], rows alike.
@@ -136,8 +137,18 @@ def add_tile(
     visible [64, C]; a key that is not has weight exactly 0. s * scale only meets a maximum, and
     the exponent is an explicit fma: no variant can round otherwise.
     """
-    s = product(latent, q_latent, tl.zeros([TILE, q_latent.shape[1]], tl.float32), PRECISE)
-    s = product(rope, q_rope, s, PRECISE)
+    s = tl.zeros([TILE, q_latent.shape[1]], tl.float32)
+    if APART:
+        # Always true, and two different conditions, so that they are not merged. A product whose
+        # result feeds another in the same block gets all warps along M: with 8 warps both warp
+        # groups would compute the same 64 x C scores. Behind a branch each takes half of C.
+        if scale > 0.0:
+            s = product(latent, q_latent, s, PRECISE)
+        if scale < -LOWEST:
+            s = product(rope, q_rope, s, PRECISE)
+    else:
+        s = product(latent, q_latent, s, PRECISE)
+        s = product(rope, q_rope, s, PRECISE)
     m = tl.where(fresh, LOWEST, m)
     scaled = s * scale
     if MASKED:
@@ -209,6 +220,7 @@ def shared_parts(
     UNIT: tl.constexpr,
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
+    APART: tl.constexpr,
     PRECISE: tl.constexpr,
 ):
     """Parts chunk, chunk + chunks, ... of one span, for one tile of its columns."""
@@ -264,6 +276,7 @@ def shared_parts(
                 n,
                 a,
                 CAUSAL,
+                APART,
                 PRECISE,
             )
             if t % UNIT == UNIT - 1:
@@ -310,6 +323,7 @@ def tail_part(
     SPLIT: tl.constexpr,
     UNIT: tl.constexpr,
     STAGES: tl.constexpr,
+    APART: tl.constexpr,
     PRECISE: tl.constexpr,
 ):
     """One of a tree row's two last units, for one tile of its heads: keys gathered by address."""
@@ -362,6 +376,7 @@ def tail_part(
             n,
             a,
             True,
+            APART,
             PRECISE,
         )
     known = known & (start < length)
@@ -415,6 +430,7 @@ def partials(
     UNIT: tl.constexpr,
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
+    APART: tl.constexpr,
     PRECISE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -453,6 +469,7 @@ def partials(
             UNIT,
             GROUP,
             STAGES,
+            APART,
             PRECISE,
         )
     elif TAIL_COLUMNS > 0:
@@ -481,6 +498,7 @@ def partials(
             SPLIT,
             UNIT,
             STAGES,
+            APART,
             PRECISE,
         )
 

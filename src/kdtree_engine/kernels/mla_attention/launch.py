@@ -30,7 +30,8 @@ class Tiling:
     columns: rows x heads a program takes at once. split: programs that share the value columns,
     each computing all scores. waves: programs a device is given at once, in SMs. batch: groups
     that `combine` reads at once. limit: spans of up to so many units in pages are cut into units,
-    longer ones into groups; None: as many as leave too few groups to fill the device.
+    longer ones into groups; None: as many as leave too few groups to fill the device. apart: of 8
+    warps, each half computes half of the scores (else both compute all) at some registers' cost.
     """
 
     columns: int
@@ -40,6 +41,7 @@ class Tiling:
     waves: int = 2
     limit: int | None = None
     batch: int = 2
+    apart: bool = False
 
 
 def tiling(columns: int, small_memory: bool) -> Tiling:
@@ -50,7 +52,7 @@ def tiling(columns: int, small_memory: bool) -> Tiling:
     if small_memory:
         return Tiling(8 if columns <= 8 else 16, 8, 1)
     # 8 columns would leave wgmma, and with it the double buffering of the keys
-    return Tiling(16, 4, 2) if columns <= 128 else Tiling(32, 8, 2)
+    return Tiling(16, 8, 2, apart=True) if columns <= 128 else Tiling(32, 8, 2, apart=True)
 
 
 def attend(
@@ -167,7 +169,7 @@ def _launch(
         HEADS=heads, KV=value_dim, ROPE=width - value_dim, V=max(16, _power(value_dim)),
         E=max(16, _power(width - value_dim)), CAUSAL=causal, COLUMNS=cut.columns,
         TAIL_COLUMNS=tail_columns, SPLIT=cut.split, UNIT=UNIT_TILES, GROUP=GROUP_UNITS,
-        STAGES=cut.stages, PRECISE=precise(query), num_warps=cut.warps, **options,
+        STAGES=cut.stages, APART=cut.apart, PRECISE=precise(query), num_warps=cut.warps, **options,
     )  # fmt: skip
     wide = min(_COMBINE_WIDTH, _power(value_dim))
     kernel.combine[(columns, -(-value_dim // wide))](
