@@ -8,13 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kdtree_engine.kernels import linear
-from kdtree_engine.kernels.absorb import absorb
+from kdtree_engine.kernels import absorb, linear, value_up
 from kdtree_engine.kernels.add_norm import add_norm
 from kdtree_engine.kernels.latent_rows import write_latents
 from kdtree_engine.kernels.linear import PackedLinear, Tiles, choose_tiles, random_linear
 from kdtree_engine.kernels.rope import Angles
-from kdtree_engine.kernels.value_up import value_up
 from ops.base import Variant
 
 BF16 = torch.bfloat16
@@ -112,9 +110,9 @@ def row_variants(rows: int) -> Iterator[Variant]:
     def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
         return torch.randn(*shape, device=device, dtype=dtype)
 
-    down = normal(5, rows, 2112, dtype=torch.float32)
-    query = normal(6, rows, 1536, dtype=torch.float32)
-    out = normal(2, rows, 7168, dtype=torch.float32)
+    down = normal(4, rows, 2112, dtype=torch.float32)
+    query = normal(4, rows, 1536, dtype=torch.float32)
+    out = normal(1, rows, 7168, dtype=torch.float32)
     residual, weight = normal(rows, 7168), normal(7168)
     q_norm, c_norm = normal(1536), normal(512)
     angles = Angles(*(normal(rows, 1, 64, dtype=torch.float32) for _ in range(2)))
@@ -137,20 +135,22 @@ def row_variants(rows: int) -> Iterator[Variant]:
         LAYERS,
         rows * 2112 * 20,
     )
-    yield Variant(
-        f"absorb R={rows}",
-        lambda layer: absorb(query, key_up[layer], angles),
-        lambda: fine(absorb(query, key_up[0], angles)),
-        LAYERS,
-        8 * 512 * 128 * 2,
-    )
-    yield Variant(
-        f"value_up R={rows}",
-        lambda layer: value_up(mixed, value[layer]),
-        lambda: fine(value_up(mixed, value[0])),
-        LAYERS,
-        8 * 512 * 128 * 2,
-    )
+    for tiles in ((64, 4), (64, 2), (32, 2), (128, 4)):
+        yield Variant(
+            f"absorb R={rows} {tiles}",
+            lambda layer, tiles=tiles: absorb._launch(query, key_up[layer], angles, tiles),
+            lambda tiles=tiles: fine(absorb._launch(query, key_up[0], angles, tiles)),
+            LAYERS,
+            8 * 512 * 128 * 2,
+        )
+    for tiles in ((32, 256, 2), (32, 512, 2), (16, 512, 1), (64, 256, 4), (64, 128, 4)):
+        yield Variant(
+            f"value_up R={rows} {tiles}",
+            lambda layer, tiles=tiles: value_up._launch(mixed, value[layer], tiles),
+            lambda tiles=tiles: fine(value_up._launch(mixed, value[0], tiles)),
+            LAYERS,
+            8 * 512 * 128 * 2,
+        )
 
 
 def variants() -> Iterator[Variant]:

@@ -22,7 +22,10 @@ def absorb(query: Tensor, key_up: Tensor, angles: Angles) -> Tensor:
     return _launch(query, key_up, angles)
 
 
-def _launch(parts: Tensor, key_up: Tensor, angles: Angles) -> Tensor:
+def _launch(
+    parts: Tensor, key_up: Tensor, angles: Angles, tiles: tuple[int, int] = (64, 4)
+) -> Tensor:
+    """tiles: latent columns of a program, and its warps."""
     from kdtree_engine.kernels.absorb.kernel import absorb_rows
 
     heads, nope, latent = key_up.shape
@@ -32,12 +35,12 @@ def _launch(parts: Tensor, key_up: Tensor, angles: Angles) -> Tensor:
     assert width >= heads * (nope + rope)
     out = torch.empty(rows, heads, latent + rope, dtype=key_up.dtype, device=parts.device)
     block_t = min(32, max(8, 1 << (rows - 1).bit_length()))
-    block_c = 64
+    block_c, warps = tiles
     grid = (heads, -(-latent // block_c) + 1, -(-rows // block_t))
     absorb_rows[grid](
         parts, key_up, angles.cos, angles.sin, out, rows, width, heads, nope, latent, rope, count,
         block_c, max(16, 1 << (nope - 1).bit_length()), max(16, 1 << (rope - 1).bit_length()),
-        block_t, precise(key_up), num_warps=4, **launch_options(parts),
+        block_t, precise(key_up), num_warps=warps, **launch_options(parts),
     )  # fmt: skip
     return out
 

@@ -20,7 +20,8 @@ def value_up(mixed: Tensor, weight: Tensor) -> Tensor:
     return _launch(mixed, weight)
 
 
-def _launch(mixed: Tensor, weight: Tensor) -> Tensor:
+def _launch(mixed: Tensor, weight: Tensor, tiles: tuple[int, int, int] = (32, 256, 2)) -> Tensor:
+    """tiles: value columns and latent columns of a program's step, and its warps."""
     from kdtree_engine.kernels.value_up.kernel import value_up_rows
 
     heads, latent, value = weight.shape
@@ -28,12 +29,12 @@ def _launch(mixed: Tensor, weight: Tensor) -> Tensor:
     assert weight.stride() == (latent * value, 1, latent), f"strides {weight.stride()}"
     out = torch.empty(rows, heads * value, dtype=mixed.dtype, device=mixed.device)
     block_t = min(32, max(8, 1 << (rows - 1).bit_length()))
-    block_v = 16
-    block_c = min(256, max(16, 1 << (latent - 1).bit_length()))
+    block_v, most_c, warps = tiles
+    block_c = min(most_c, max(16, 1 << (latent - 1).bit_length()))
     grid = (heads, -(-value // block_v), -(-rows // block_t))
     value_up_rows[grid](
         mixed.contiguous(), weight, out, rows, heads, latent, value, block_v, block_c, block_t,
-        precise(mixed), num_warps=2, **launch_options(mixed),
+        precise(mixed), num_warps=warps, **launch_options(mixed),
     )  # fmt: skip
     return out
 
