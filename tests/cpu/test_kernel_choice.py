@@ -30,14 +30,14 @@ def small(name: str, rows: int, seed: int = 0) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens(name: str) -> None:
-    inputs = small(name, 20 if name == "mixed" else 5)
+    inputs = small(name, 20 if name == "mixed" else 3)
     got, want = _launch_sample(*inputs, chunk=512), sample(*inputs)
     assert torch.equal(got.tokens, want.tokens) and torch.equal(got.finite, want.finite)
 
 
 @pytest.mark.parametrize("name", ["plain", "flat", "ties"])
 def test_neither_chunk_nor_margin_nor_company_changes_a_token(name: str) -> None:
-    inputs = small(name, 4, seed=1)
+    inputs = small(name, 3, seed=1)
     want = _launch_sample(*inputs, chunk=1024).tokens
     # a wide margin makes many tokens candidates for the exact noise
     assert torch.equal(_launch_sample(*inputs, chunk=256, margin=0.7).tokens, want)
@@ -79,7 +79,7 @@ def test_greedy_takes_the_first_of_the_largest() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "k", "chunk"),
-    [((7, 3000), 15, 512), ((3, 40), 63, 64), ((1, 160), 1, 64), ((2, 2000), 64, 1024)],
+    [((3, 3000), 15, 512), ((3, 40), 63, 64), ((1, 160), 1, 64), ((2, 2000), 64, 1024)],
 )
 @pytest.mark.parametrize("ties", [False, True])
 def test_top_k(shape: tuple[int, int], k: int, chunk: int, ties: bool) -> None:

@@ -138,7 +138,7 @@ def test_limits_and_rows(chain: bool) -> None:
 
 @pytest.mark.parametrize("name", mask_cases.CASES)
 def test_masks(name: str) -> None:
-    parents = mask_cases.inputs(mask_cases.CASES[name])
+    parents = mask_cases.inputs(mask_cases.CASES[name])[:3]
     assert torch.equal(_launch_mask(parents), tree_mask(parents))
 
 

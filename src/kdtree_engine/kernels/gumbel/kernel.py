@@ -67,9 +67,10 @@ def approximate(word, FAST: tl.constexpr):
     """The noise in float32, off by at most 2^-16. FAST is False where inline code does not run.
 
     E = -log(u). Where u > 15/16, E comes from the complement c = 1 - u (exact up to one rounding)
-    as c + c^2/2 + .. + c^5/5, off by c^5/6 < 2^-22 of itself. Elsewhere log2 is off by 2^-22 and E
-    is at least 0.064, so E is off by 2^-18.4 of itself, which is what the second logarithm adds;
-    its own error is 33 x 2^-22 x ln 2 = 2^-17.5 at most. All roundings together stay under 2^-18.5.
+    as c + c^2/2 + .. + c^5/5, off by c^5/6 < 2^-22 of itself. Elsewhere u is off by 2^-24 and log2
+    by 2^-22, and E is at least 0.064, so E is off by 2^-18 of itself, which becomes the noise's
+    error; there |log2 E| < 5, so the second logarithm adds 2^-20. Where E is small, the second
+    logarithm is off by 33 x 2^-22 x ln 2 < 2^-17.4, rounding by 2^-19.
     """
     uniform = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     rest = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10

@@ -14,7 +14,7 @@ RUN = 256
 """Tokens whose largest logit is kept, to find a row's likeliest tokens without reading it."""
 
 MARGIN = 2.0**-14
-"""Twice the error of an approximate score: 2^-16 of the noise, 2^-18 of its sum with x."""
+"""Over twice the error of an approximate score; see the kernels' header."""
 
 
 class Sampled(NamedTuple):

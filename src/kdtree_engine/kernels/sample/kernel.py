@@ -9,9 +9,11 @@
     x = (logit - max) / T, score = x + noise, both float32; mass = floor(exp(x) 2^44), int64
 
 What decides is a comparison of float32 scores or an integer sum, exact in any order. The float64
-noise is computed only for tokens whose approximate score is within MARGIN of the best one seen:
-the approximation is off by under MARGIN / 2, so no other can be the best. FLOOR: the likeliest
-token has x = 0 and noise of -3.14 at least and is kept by every filter, so nothing below wins.
+noise is computed only for tokens whose approximate score is within MARGIN = 2^-14 of the best one
+seen. The approximation is off by under half of that where it matters, at |x| < 27: by 2^-16 of
+noise, 3 x 2^-24 x 27 < 2^-17.6 of x by a product, and 2^-18 of rounding the sums. So no other token
+can be the best. FLOOR: the likeliest token has x = 0 and noise of -3.14 at least and is kept by
+every filter, so nothing below wins.
 
 Filters keep all tokens above a level of x. A pick that they reject is replaced by the best among
 the strictly likelier tokens. These lie in the runs whose largest logit is strictly likelier, which
@@ -134,7 +136,10 @@ def perturb_kernel(
             run = chunk * RUNS + tl.arange(0, RUNS)
             token = run[:, None] * SUB + tl.arange(0, SUB)[None, :]
             value = tl.load(logits + token, mask=token < vocab, other=NEVER)
-            x = tl.div_rn(value - top, heat)
+            if (heat > 1e-30) & (heat < 1e30):  # a division costs as much as the rest of the noise
+                x = (value - top) * tl.div_rn(tl.full((), 1.0, tl.float32), heat)
+            else:
+                x = tl.div_rn(value - top, heat)
             seed, position = tl.load(seeds + row), tl.load(positions + row)
             blocks = run[:, None] * (SUB // 4) + tl.arange(0, SUB // 4)[None, :]
             score = x + approximate(random_words(seed, position, blocks), FAST)
@@ -145,7 +150,8 @@ def perturb_kernel(
             tl.store(chunk_score + row * chunks + chunk, best)
             tl.store(chunk_pick + row * chunks + chunk, pick)
             if tl.load(top_p + row) < 1.0:
-                tl.store(chunk_mass + row * chunks + chunk, _sum(_mass(x)))
+                mass = _sum(_mass(tl.div_rn(value - top, heat)))
+                tl.store(chunk_mass + row * chunks + chunk, mass)
 
 
 @triton.jit
