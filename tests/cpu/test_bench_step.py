@@ -166,6 +166,25 @@ def test_a_slow_copy_voids_the_run() -> None:
         timing.check_machine(machine(bandwidth_tbs=3.99))
 
 
+def test_time_by_kernel_and_grid() -> None:
+    def event(name: str, us: float, grid: list[int] | None, cat: str = "kernel") -> dict[str, Any]:
+        return {"cat": cat, "name": name, "dur": us, "args": {"grid": grid} if grid else {}}
+
+    long = "void at::native::vectorized_elementwise_kernel<4, at::native::Add<long>, a::b<3>>(int)"
+    events = [
+        event("linear_parts", 6.0, [33, 4, 1]), event("linear_parts", 4.0, [24, 1, 1]),
+        event("linear_parts", 2.0, [33, 4, 1]), event(long, 1.0, [2, 1, 1]),
+        event("Memcpy DtoD", 3.0, None, "gpu_memcpy"), event("aten::add", 9.0, None, "cpu_op"),
+        {"ph": "M", "name": "process_name"},
+    ]  # fmt: skip
+    assert timing.kernel_times(events, repeats=2) == pytest.approx(
+        {
+            "linear_parts 33x4x1": 0.004, "linear_parts 24x1x1": 0.002, "Memcpy DtoD": 0.0015,
+            "vectorized_elementwise_kernel 2x1x1": 0.0005,
+        }
+    )  # fmt: skip
+
+
 def measurement(**changes: Any) -> table.Measurement:
     known = table.Measurement(
         "kimi-k2.6", 8, 61, 8, 4096, 1, 4.0, 3.0, 59.5, "uniform", "bfloat16", 20, True

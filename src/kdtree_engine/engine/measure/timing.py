@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import subprocess
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -97,8 +100,10 @@ def _matmul_tflops(device: torch.device, size: int) -> float:
 
 
 def time_by_kernel(call: Call, device: torch.device, repeats: int = 3) -> dict[str, float]:
-    """Milliseconds of one call by kernel name (on a CPU by torch operator)."""
-    from torch._C._autograd import DeviceType
+    """Milliseconds of one call by kernel and grid (on a CPU by torch operator).
+
+    The grid tells products of different weights apart, which one kernel computes.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     cuda = device.type == "cuda"
@@ -109,13 +114,29 @@ def time_by_kernel(call: Call, device: torch.device, repeats: int = 3) -> dict[s
             call()
         if cuda:
             torch.cuda.synchronize(device)
+    if cuda:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            found.export_chrome_trace(str(path))
+            events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        return kernel_times(events, repeats)
     spent: dict[str, float] = defaultdict(float)
     for event in found.events() or ():
-        if not cuda:
-            spent[event.name] += event.self_cpu_time_total
-        elif event.device_type == DeviceType.CUDA:
-            spent[event.name] += event.time_range.elapsed_us()
-    return {name: total / 1e3 / repeats for name, total in spent.items() if total > 0}
+        spent[event.name] += event.self_cpu_time_total / 1e3 / repeats
+    return {name: total for name, total in spent.items() if total > 0}
+
+
+def kernel_times(events: Sequence[Mapping[str, Any]], repeats: int) -> dict[str, float]:
+    """Milliseconds by kernel name and grid, one of `repeats`, from a Chrome trace's events."""
+    spent: dict[str, float] = defaultdict(float)
+    for event in events:
+        if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        name = event["name"].split("<")[0].removeprefix("void ").rsplit("::", 1)[-1]
+        grid = event.get("args", {}).get("grid")
+        label = f"{name} {'x'.join(map(str, grid))}" if grid else name
+        spent[label] += event["dur"] / 1e3 / repeats
+    return dict(spent)
 
 
 def _version(package: str) -> str | None:

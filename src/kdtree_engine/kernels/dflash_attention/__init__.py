@@ -87,7 +87,7 @@ def _launch(
     splits: int | None = None,
 ) -> Tensor:
     """Both kernels; `limits` are the draft window and the sliding window."""
-    from kdtree_engine.kernels.dflash_attention.kernel import combine, partials
+    from kdtree_engine.kernels.dflash_attention.kernel import draft_combine, draft_partials
 
     batch, length, heads, head_dim = query.shape
     kv_heads = own_keys.shape[2]
@@ -117,14 +117,14 @@ def _launch(
         **launch_options(query),
     }
     strides = (_row_stride(query), _row_stride(own_keys), _row_stride(own_values))
-    partials[(splits, kv_heads * tiles, batch)](
+    draft_partials[(splits, kv_heads * tiles, batch)](
         query, own_keys, own_values, draft_layer, contexts, pages, sums, tops, totals,
         *strides, pages.stride(0), math.log2(math.e) / math.sqrt(head_dim),
         OWN=_power(length), ROWS=tile.rows, TILES=tiles, STAGES=tile.stages,
         PRECISE=precise(query), num_warps=tile.warps, **sizes,
     )  # fmt: skip
     chunk = min(32, 1 << (splits - 1).bit_length())
-    combine[(rows, kv_heads, batch)](
+    draft_combine[(rows, kv_heads, batch)](
         sums, tops, totals, contexts, out, CHUNK=chunk, num_warps=4, **sizes
     )
     return out

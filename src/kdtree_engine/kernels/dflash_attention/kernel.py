@@ -9,7 +9,7 @@ side of the MMA, the 64 keys of a page on the wide one:
     O = O shrink + V^T exp2(S - max)   [hd, rows]
 
 with the running maximum and the sum of the weights per row. Split 0 takes the block's own rows
-too. `combine` adds the splits: out = sum_s exp2(m_s - m) O_s / sum_s exp2(m_s - m) l_s.
+too. `draft_combine` adds the splits: out = sum_s exp2(m_s - m) O_s / sum_s exp2(m_s - m) l_s.
 
     query [B, L, heads, hd], own keys and values [B, L, kv_heads, hd]; one stride a row each
     cache [pages, 64, 2, kv_heads, hd], keys then values; contexts [B] int32; table [B, P] int32
@@ -62,7 +62,7 @@ def attend(top, total, acc, query, key, value, seen, scale, PRECISE: tl.constexp
 
 
 @triton.jit
-def partials(
+def draft_partials(
     query,
     own_keys,
     own_values,
@@ -157,7 +157,7 @@ def partials(
 
 
 @triton.jit
-def combine(
+def draft_combine(
     sums,
     tops,
     totals,
