@@ -72,10 +72,11 @@ def _launch_top(
     largest, sums = (empty(chunks, dtype=torch.float32) for _ in range(2))
     log_probs, tokens = empty(k, dtype=torch.float32), empty(k, dtype=torch.int64)
     options = launch_options(logits)
+    fast = logits.device.type != "cpu"
     noise = None if temperature is None else (temperature, seeds, positions)
     kernel.candidates_kernel[chunks, rows](
         logits, *(noise or (None, None, None)), keys, ids, largest, sums,
-        vocab, logits.stride(0), k, CHUNK=chunk, FAST=logits.is_cuda, num_warps=warps, **options,
+        vocab, logits.stride(0), k, CHUNK=chunk, FAST=fast, num_warps=warps, **options,
     )  # fmt: skip
     kernel.merge_kernel[(rows,)](
         keys, ids, largest, sums, log_probs, tokens, chunks, k,
