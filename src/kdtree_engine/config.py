@@ -146,3 +146,4 @@ class EngineConfig:
     prefill_chunk: int = 512  # prompt tokens of one request in one step
     cache_pages: int = 0  # pages of PAGE_SIZE tokens
     max_requests: int = 8  # requests decoding at once
+    eager: bool = False  # on CUDA: launch every operator instead of replaying graphs

@@ -30,6 +30,23 @@ class DraftBlock:
 
 
 @dataclass(frozen=True, eq=False)
+class DraftBlocks:
+    """What a drafter proposes for B requests at once, padded to one shape.
+
+    tokens: [B, H, K] int64. log_probs: [B, H, K] float32, as in `DraftBlock`, each depth's
+    likeliest first; -inf where there is no candidate.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+
+    @property
+    def horizon(self) -> int:
+        """The number of positions proposed, H."""
+        return int(self.tokens.shape[1])
+
+
+@dataclass(frozen=True, eq=False)
 class DraftTree:
     """A draft tree with its root, rows in the order they were made (a parent before its children).
 
@@ -86,7 +103,7 @@ class SpanTable:
     """S spans of N rows each, known to the device alone: shapes are fixed, values are not.
 
     contexts: [S] int32, committed tokens of each request before these rows. pages: [S, P] int32,
-    each request's pages in order; places it has no page for hold the null page. ancestors: [S, N]
+    each request's pages in order; places it has no page for hold the spill page. ancestors: [S, N]
     int64 masks over the span's rows, None for one causal run (then S is 1, and row i of it sees the
     context and rows 0..i). Row r of the step belongs to span r // N.
     """

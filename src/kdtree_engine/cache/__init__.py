@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kdtree_engine.cache.commit import commit_paths, page_slots
+from kdtree_engine.cache.commit import commit_paths, path_places
 from kdtree_engine.cache.layout import CacheLayout, pages_for
 from kdtree_engine.cache.pages import PageAllocator
 from kdtree_engine.cache.pool import CachePool, allocate_pool
@@ -13,6 +13,6 @@ __all__ = [
     "PageAllocator",
     "allocate_pool",
     "commit_paths",
-    "page_slots",
     "pages_for",
+    "path_places",
 ]

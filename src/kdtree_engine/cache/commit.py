@@ -1,31 +1,44 @@
-"""Commit an accepted path: its rows leave scratch for the request's next places."""
+"""Commit accepted paths: their rows leave scratch for their requests' next places."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
+from torch import Tensor
 
+from kdtree_engine.cache.layout import CacheLayout
 from kdtree_engine.cache.pool import CachePool
 from kdtree_engine.config import PAGE_SIZE
-from kdtree_engine.kernels.cache_commit import commit_rows
+from kdtree_engine.kernels.cache_commit import commit_paths_device
 
 
-def page_slots(pages: Sequence[int], first: int, count: int) -> list[int]:
-    """Slots of the positions first..first+count-1 of a request with these pages."""
-    return [
-        pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
-        for position in range(first, first + count)
-    ]
+def commit_paths(
+    pool: CachePool,
+    slots: Tensor,
+    indices: Tensor,
+    lengths: Tensor,
+    contexts: Tensor,
+    pages: Tensor,
+) -> None:
+    """Move the rows of B paths in every layer of the target's cache.
+
+    slots: [B, N] int64, where the rows of each request's tree lie. indices: [B, L] int64, rows of
+    the tree. lengths: [B] int64, how many of them count. contexts: [B] int32, committed tokens, the
+    position of the first. pages: [B, P] int32.
+    """
+    spill = pool.layout.spill_slot
+    commit_paths_device(pool.latents, slots, indices, lengths, contexts, pages, spill)
 
 
-def commit_paths(pool: CachePool, source: Sequence[int], destination: Sequence[int]) -> None:
-    """Move the rows at slots `source` to slots `destination` in every layer, all at once."""
-    if not source:
-        return
-    device = pool.latents[0].device
-    commit_rows(
-        pool.latents,
-        torch.tensor(source, dtype=torch.int64, device=device),
-        torch.tensor(destination, dtype=torch.int64, device=device),
-    )
+def path_places(
+    layout: CacheLayout, length: int, lengths: Tensor, contexts: Tensor, pages: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Positions and slots [B, length] int64 of the rows that `commit_paths` moves.
+
+    Entries that do not count stand at the first one's position, in the spill page: so the shapes
+    do not depend on the paths.
+    """
+    steps = torch.arange(length, device=lengths.device)
+    counts = steps < lengths[:, None]
+    positions = contexts[:, None] + torch.where(counts, steps, 0)
+    slots = pages.gather(1, positions // PAGE_SIZE).long() * PAGE_SIZE + positions % PAGE_SIZE
+    return positions, torch.where(counts, slots, layout.spill_slot)

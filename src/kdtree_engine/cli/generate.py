@@ -79,6 +79,7 @@ class GenerateOptions:
     device: Annotated[str, _option(ENGINE, "auto, cpu or cuda.", "D")] = "auto"
     dtype: Annotated[str, _option(ENGINE, "auto, float32 or bfloat16.", "T")] = "auto"
     prefill_chunk: Annotated[int, _option(ENGINE, "Prompt tokens per step.", "N")] = 512
+    eager: Annotated[bool, _flag(ENGINE, "On CUDA: no graphs, each operator launched.")] = False
 
     json: Annotated[bool, _flag(OUTPUT, "Print one JSON object.")] = False
     show_tree: Annotated[bool, _flag(OUTPUT, "Draw each step's draft tree on stderr.")] = False
@@ -120,6 +121,7 @@ def open_engine(model: str | None, options: GenerateOptions, tree_nodes: int | s
         tree_nodes=tree_nodes,
         prefill_chunk=options.prefill_chunk,
         max_requests=1,
+        eager=options.eager,
     )
 
 

@@ -7,19 +7,21 @@ kept. The same functions serve inference and training; training only brings othe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kdtree_engine.config import DrafterConfig
-from kdtree_engine.kernels.dflash_attention import dflash_attention
+from kdtree_engine.kernels.dflash_attention import dflash_attention, dflash_attention_paged
 from kdtree_engine.kernels.linear import ColumnBlocks, DenseWeight, linear
 from kdtree_engine.kernels.rope import Angles, RopeTable, rotate_half
 from kdtree_engine.model.layers import GatedMLP, Norm
 
 KeysValues = tuple[Tensor, Tensor]  # each [B, T, kv_heads, head_dim]
+# Layer, query [B, L, heads, hd], the blocks' own keys and values, whether it is a sliding layer.
+Attend = Callable[[int, Tensor, KeysValues, bool], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,28 +86,54 @@ class DFlashModel:
     def hidden(self, x: Tensor, context: Sequence[KeysValues], places: BlockPositions) -> Tensor:
         """Final hidden states [B, L, H] of block embeddings x [B, L, H], ready for the head.
 
-        context: per layer, keys and values [B, S, kv_heads, hd].
+        context: per layer, keys and values [B, S, kv_heads, hd]. For training: any number of
+        blocks of one sequence in a row of x, under a mask.
         """
+        masks: dict[bool, Tensor] = {}
+
+        def attend(index: int, query: Tensor, own: KeysValues, sliding: bool) -> Tensor:
+            if sliding not in masks:
+                masks[sliding] = self.visible(places, sliding)
+            return dflash_attention(query, context[index], own, masks[sliding])
+
+        return self._through(x, places.rows, attend)
+
+    def draft_hidden(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        draft: Sequence[Tensor],
+        contexts: Tensor,
+        pages: Tensor,
+    ) -> Tensor:
+        """The same for inference: one block x [B, L, H] a request, its context in the cache.
+
+        positions: [B, L] int64. draft: per layer, the cache's [pages, 64, 2, kv_heads, hd].
+        contexts: [B] int32, cached tokens. pages: [B, P] int32, each request's pages.
+        """
+        window = self.config.window
+
+        def attend(index: int, query: Tensor, own: KeysValues, sliding: bool) -> Tensor:
+            limit = self.config.sliding_window if sliding else None
+            return dflash_attention_paged(query, *own, draft[index], contexts, pages, window, limit)
+
+        return self._through(x, positions, attend)
+
+    def _through(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """All layers over blocks x [B, L, H] whose rows stand at positions [B, L]."""
+        config = self.config
         batch, length, width = x.shape
-        angles = self.rope.at(places.rows.flatten()).over_heads()
+        angles = self.rope.at(positions.flatten()).over_heads()
         rows = x.reshape(-1, width)
-        masks: dict[str, Tensor] = {}
-        for layer, kind, past in zip(self.layers, self.config.layer_types, context, strict=True):
-            if kind not in masks:
-                masks[kind] = self.visible(places, sliding=kind == "sliding_attention")
+        for index, (layer, kind) in enumerate(zip(self.layers, config.layer_types, strict=True)):
             normed = layer.input_norm(rows)
-            query = linear(normed, layer.query).view(
-                -1, self.config.num_heads, self.config.head_dim
-            )
+            query = linear(normed, layer.query).view(-1, config.num_heads, config.head_dim)
             query = rotate_half(layer.query_norm(query), angles)
-            key, value = layer.keys_values(normed, self.config, angles)
-            shape = (batch, length)
-            mixed = dflash_attention(
-                torch.unflatten(query, 0, shape),
-                past,
-                (torch.unflatten(key, 0, shape), torch.unflatten(value, 0, shape)),
-                masks[kind],
+            key, value = layer.keys_values(normed, config, angles)
+            query, key, value = (
+                torch.unflatten(part, 0, (batch, length)) for part in (query, key, value)
             )
+            mixed = attend(index, query, (key, value), kind == "sliding_attention")
             rows = rows + linear(mixed.reshape(batch * length, -1), layer.output)
             rows = rows + layer.mlp(layer.mlp_norm(rows))
         return self.norm(rows).view(batch, length, width)

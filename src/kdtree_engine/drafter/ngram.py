@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
-from kdtree_engine.drafter.base import DraftState, Observation, empty_block
+from kdtree_engine.drafter.base import DraftState, empty_block
 from kdtree_engine.types import DraftBlock
 
 _SEARCHED = 4096  # most recent tokens looked through
@@ -22,6 +23,7 @@ class NgramDrafter:
 
     name = "ngram"
     trained = False
+    on_device: Literal[False] = False
     tap_layers: tuple[int, ...] = ()
 
     def __init__(self, horizon: int = 7, longest: int = 4, matches: int = 16) -> None:
@@ -70,9 +72,6 @@ class NgramDrafter:
             if found:
                 return found
         return []
-
-    def observe(self, observations: Sequence[Observation]) -> None:
-        """Nothing to learn: the tokens are in the state."""
 
     def reset(self, request: int) -> None:
         """Nothing to forget."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
-from kdtree_engine.drafter.base import DraftState, Observation, empty_block
+from kdtree_engine.drafter.base import DraftState, empty_block
 from kdtree_engine.types import DraftBlock
 
 
@@ -13,15 +14,13 @@ class NoDrafter:
 
     name = "none"
     trained = False
+    on_device: Literal[False] = False
     horizon = 0
     tap_layers: tuple[int, ...] = ()
 
     def propose(self, states: Sequence[DraftState], candidates: int) -> list[DraftBlock]:
         """Empty blocks."""
         return [empty_block() for _ in states]
-
-    def observe(self, observations: Sequence[Observation]) -> None:
-        """Nothing to learn."""
 
     def reset(self, request: int) -> None:
         """Nothing to forget."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
-from kdtree_engine.drafter.base import DraftState, Observation
+from kdtree_engine.drafter.base import DraftState
 from kdtree_engine.types import DraftBlock
 
 
@@ -15,6 +16,7 @@ class RandomDrafter:
 
     name = "random"
     trained = False
+    on_device: Literal[False] = False
     tap_layers: tuple[int, ...] = ()
 
     def __init__(self, vocab_size: int, horizon: int = 7, seed: int = 0) -> None:
@@ -34,9 +36,6 @@ class RandomDrafter:
         sharpness = torch.rand(self.horizon, 1, generator=generator) * 8.0
         top = torch.log_softmax(logits * sharpness, -1).topk(candidates, -1)
         return DraftBlock(top.indices, top.values)
-
-    def observe(self, observations: Sequence[Observation]) -> None:
-        """Nothing to learn."""
 
     def reset(self, request: int) -> None:
         """Nothing to forget."""

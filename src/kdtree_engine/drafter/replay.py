@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
-from kdtree_engine.drafter.base import DraftState, Observation, empty_block
+from kdtree_engine.drafter.base import DraftState, empty_block
 from kdtree_engine.types import DraftBlock
 
 _UNLIKELY = -30.0
@@ -22,6 +23,7 @@ class ReplayDrafter:
 
     name = "replay"
     trained = False
+    on_device: Literal[False] = False
     tap_layers: tuple[int, ...] = ()
 
     def __init__(
@@ -68,9 +70,6 @@ class ReplayDrafter:
             if len(answer) > len(tokens) and answer[: len(tokens)] == tokens:
                 return answer[len(tokens) : len(tokens) + self.horizon]
         return []
-
-    def observe(self, observations: Sequence[Observation]) -> None:
-        """Nothing to learn."""
 
     def reset(self, request: int) -> None:
         """Nothing to forget."""

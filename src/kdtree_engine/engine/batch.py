@@ -1,122 +1,60 @@
-"""Turn a step's work into the rows of one forward."""
+"""The rows of one forward: the draft trees of a decode step, or a piece of one prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
+from torch import Tensor
 
-from kdtree_engine.cache import CacheLayout, page_slots
+from kdtree_engine.config import PAGE_SIZE
 from kdtree_engine.engine.request import Request
-from kdtree_engine.engine.scheduler import Work
+from kdtree_engine.engine.state import DecodeState, Standing, upload
+from kdtree_engine.kernels.tree_build import PlannedTrees
 from kdtree_engine.sampling import SamplingRows
-from kdtree_engine.tree import ancestor_bits
-from kdtree_engine.types import DraftTree, Span, StepInputs
+from kdtree_engine.types import SpanTable, StepInputs
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """One request's rows in a step.
+def tree_inputs(standing: Standing, planned: PlannedTrees) -> StepInputs:
+    """B trees of N rows side by side, every row's logits wanted.
 
-    rows, logits: its slices of the step's rows and of the wanted logits. slots: where its rows go.
-    tree: the draft tree, None for a piece of prompt. samples: whether its logits choose tokens.
+    Rows go to the requests' scratch. A padding row of a tree sees itself alone; nothing descends
+    from it, so the walk never reaches it.
     """
-
-    request: Request
-    rows: slice
-    logits: slice
-    slots: list[int]
-    tree: DraftTree | None
-    samples: bool
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """A step: the parts in order, and the forward's inputs."""
-
-    parts: tuple[Part, ...]
-    inputs: StepInputs
-
-
-def build_batch(
-    work: Sequence[Work],
-    trees: Sequence[DraftTree | None],
-    layout: CacheLayout,
-    device: torch.device,
-) -> Batch:
-    """Lay the requests' rows side by side. A tree's rows go to scratch, a prompt's to its pages."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    wanted: list[int] = []
-    parts: list[Part] = []
-    spans: list[Span] = []
-    for item, tree in zip(work, trees, strict=True):
-        request, first, first_logit = item.request, len(tokens), len(wanted)
-        if tree is None:
-            count = item.chunk
-            end = request.context + count
-            tokens += request.tokens[request.context : end]
-            positions += range(request.context, end)
-            own = page_slots(request.pages, request.context, count)
-            samples = end == request.prompt_tokens and not request.keep_logits
-            wanted += (
-                range(first, first + count)
-                if request.keep_logits
-                else ([first + count - 1] if samples else [])
-            )
-        else:
-            count = tree.nodes + 1
-            tokens += [request.tokens[-1], *tree.tokens[1:].tolist()]
-            positions += (tree.depths + request.context).tolist()
-            scratch = layout.scratch_slot(request.place)
-            own = list(range(scratch, scratch + count))
-            samples = True
-            wanted += range(first, first + count)
-        slots += own
-        ancestors = None if tree is None else ancestor_bits([tree], count)[0].to(device)
-        spans.append(Span(first, count, request.context, request.page_ids, ancestors))
-        parts.append(
-            Part(
-                request,
-                slice(first, first + count),
-                slice(first_logit, len(wanted)),
-                own,
-                tree,
-                samples,
-            )
-        )
-    inputs = StepInputs(
-        _ids(tokens, device),
-        _ids(positions, device),
-        _ids(slots, device),
-        tuple(spans),
-        _ids(wanted, device),
-    )
-    return Batch(tuple(parts), inputs)
-
-
-def sampling_rows(batch: Batch, device: torch.device) -> SamplingRows:
-    """Settings of every wanted row: its request's own, and the position of the token it chooses."""
-    settings: list[tuple[float, int, float, float, int]] = []
-    for part in batch.parts:
-        own = (*part.request.params.filters, part.request.seed)
-        settings += [own] * (part.logits.stop - part.logits.start)
-    temperature, top_k, top_p, min_p, seed = (
-        [row[column] for row in settings] for column in range(5)
-    )
-    positions = (batch.inputs.positions.index_select(0, batch.inputs.logit_rows) + 1).tolist()
-    return SamplingRows.from_lists(
-        temperature,
-        [int(k) for k in top_k],
-        top_p,
-        min_p,
-        [int(s) for s in seed],
-        positions,
-        device,
+    rows = planned.rows
+    spans = SpanTable(standing.context, standing.pages, planned.ancestors)
+    wanted = torch.arange(rows.tokens.numel(), device=rows.tokens.device)
+    return StepInputs(
+        rows.tokens.flatten(), rows.positions.flatten(), rows.slots.flatten(), spans, wanted
     )
 
 
-def _ids(values: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
+def prompt_inputs(request: Request, count: int, state: DecodeState) -> StepInputs:
+    """The next `count` prompt tokens as a causal run whose rows go to the request's own pages.
+
+    Wanted are the logits of every row for a request that keeps them, else of the last row if the
+    prompt ends with it.
+    """
+    first, end = request.context, request.context + count
+    tokens = upload(request.tokens[first:end], torch.int64, state.device)
+    positions = torch.arange(first, end, device=state.device)
+    pages = state.pages(request.place)
+    slots = pages[positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
+    if request.keep_logits:
+        wanted = torch.arange(count, device=state.device)
+    else:
+        last = count - 1 if end == request.prompt_tokens else count
+        wanted = torch.arange(last, count, device=state.device)
+    context = torch.full((1,), first, dtype=torch.int32, device=state.device)
+    return StepInputs(tokens, positions, slots, SpanTable(context, pages[None]), wanted)
+
+
+def sampling_rows(standing: Standing, positions: Tensor) -> SamplingRows:
+    """Settings of B * N rows at `positions`: their request's own, for the token one further on."""
+    rows = positions.shape[0] // standing.root.shape[0]
+    return SamplingRows(
+        standing.temperature.repeat_interleave(rows),
+        standing.top_k.repeat_interleave(rows),
+        standing.top_p.repeat_interleave(rows),
+        standing.min_p.repeat_interleave(rows),
+        standing.seed.repeat_interleave(rows),
+        positions + 1,
+    )

@@ -27,9 +27,9 @@ from kdtree_engine.engine.request import (
     Request,
     RequestOutput,
     SamplingParams,
+    StepResult,
     StreamEvent,
 )
-from kdtree_engine.engine.step import StepResult
 from kdtree_engine.errors import KDTreeError, OptionError, TokenizerError
 from kdtree_engine.tokenizer import TextStream
 
@@ -43,8 +43,9 @@ class LLM:
     for the packaged model, else n-gram), "none", "ngram", "random", or a folder. device: "auto",
     "cpu", "cuda". dtype: "auto", "float32", "bfloat16". tree_nodes: draft nodes a step, 0 to 63, or
     "chain:N". prefill_chunk: prompt tokens of a request in one step. cache_pages: pages of 64
-    tokens, None for as many as `max_requests` full-length requests need. `notes` says what was
-    skipped of the folder. Raises KDTreeError subclasses.
+    tokens, None for as many as `max_requests` full-length requests need. eager: on CUDA, launch
+    operators one by one instead of replaying graphs. `notes` says what was skipped of the folder.
+    Raises KDTreeError subclasses.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class LLM:
         prefill_chunk: int = 512,
         cache_pages: int | None = None,
         max_requests: int = 8,
+        eager: bool = False,
     ) -> None:
         for name, value in (
             ("prefill_chunk", prefill_chunk),
@@ -69,7 +71,7 @@ class LLM:
             raise OptionError(f"model {model!r} must be a folder, or None for the packaged model")
         policy = parse_tree_nodes(tree_nodes)
         config = EngineConfig(
-            policy.nodes, policy.chain, prefill_chunk, cache_pages or 0, max_requests
+            policy.nodes, policy.chain, prefill_chunk, cache_pages or 0, max_requests, bool(eager)
         )
         folder = packaged_model() / "target" if model is None else Path(model)
         place = resolve_device(device)
@@ -141,7 +143,7 @@ class LLM:
     def _step(self) -> None:
         """Advance everything; what happened to streamed requests waits for whoever reads them."""
         for result in self.engine.step():
-            inbox = self._inboxes.get(result.part.request.id)
+            inbox = self._inboxes.get(result.request.id)
             if inbox is not None:
                 inbox.append(result)
 

@@ -7,17 +7,28 @@ import logging
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from kdtree_engine.cache import CachePool
 from kdtree_engine.config import EngineConfig
-from kdtree_engine.drafter.base import Drafter
+from kdtree_engine.drafter.base import Drafter, DraftState, HostDrafter, stack_blocks
+from kdtree_engine.engine.graphs import Runner
 from kdtree_engine.engine.policy import TreePolicy
-from kdtree_engine.engine.request import Request, SamplingParams
+from kdtree_engine.engine.prefill import prefill
+from kdtree_engine.engine.record import Record
+from kdtree_engine.engine.request import (
+    Request,
+    SamplingParams,
+    StepResult,
+    StepTrace,
+    non_finite,
+)
 from kdtree_engine.engine.scheduler import Scheduler
-from kdtree_engine.engine.step import StepResult, run_step
+from kdtree_engine.engine.state import DecodeState
 from kdtree_engine.errors import CapacityError, OptionError
 from kdtree_engine.model import Kimi
 from kdtree_engine.sampling import draw_seed
+from kdtree_engine.types import AcceptedPath, DraftBlocks
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +58,9 @@ class Engine:
         self.policy = TreePolicy(config.tree_nodes, config.chain)
         self.device = target.device
         self.stop_ids = stop_ids
-        self.scheduler = Scheduler(pool.layout, config.prefill_chunk, target.device)
+        self.state = DecodeState(pool.layout, target.config.max_positions, target.device)
+        self.scheduler = Scheduler(pool.layout, config.prefill_chunk, self.state)
+        self.runner = Runner(self, pool.layout.requests, config.eager)
         self._ids = itertools.count()
         self._watched_steps = self._watched_tokens = 0
         self._warned = False
@@ -94,16 +107,88 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StepResult]:
-        """Advance every running request; finished ones leave."""
-        results = run_step(self)
+        """Advance every running request; finished ones leave.
+
+        On CUDA a decode step is launched before the one before it is read, unless the drafter works
+        on the host; so what it did is among the results of the next call.
+        """
+        running = self.scheduler.schedule()
+        prompts = [request for request in running if request.is_prefill]
+        launched = self._launch([request for request in running if not request.is_prefill])
+        results: list[StepResult] = []
+        while self.runner.in_flight > (launched and self._ahead):
+            results += self._land()
+        results += [prefill(self, one, self.scheduler.chunk(one)) for one in prompts]
         for result in results:
-            request = result.part.request
-            if result.trace is not None and result.trace.tree.nodes:
-                self._watch(len(result.trace.path.indices))
+            request = result.request
+            self.scheduler.publish(request)
             if request.finish_reason is not None or (
                 request.keep_logits and not request.is_prefill
             ):
                 self.cancel(request)
+        return results
+
+    @property
+    def _ahead(self) -> bool:
+        """Whether the next step can start before the host knows what this one did."""
+        return self.device.type == "cuda" and (self.drafter.on_device or not self._drafts)
+
+    @property
+    def _drafts(self) -> bool:
+        return self.policy.nodes > 0 and self.drafter.horizon > 0
+
+    def _launch(self, decoding: list[Request]) -> bool:
+        """Start a decode step of those that may have a token left to emit; whether there is one."""
+        due = [one for one in decoding if one.remaining > self.runner.flights_of(one)]
+        if not due:
+            return False
+        blocks, rows = None, 1
+        reach = max(min(self.drafter.horizon, request.remaining - 1) for request in due)
+        if self._drafts and reach > 0:
+            if self.drafter.on_device:
+                vocab = self.target.config.vocab_size
+                rows += self.policy.size([min(self.policy.nodes, vocab)] * reach)
+            else:
+                blocks, rows = self._host_blocks(self.drafter, due)
+        self.runner.launch(due, rows, blocks)
+        return True
+
+    def _host_blocks(
+        self, drafter: HostDrafter, due: list[Request]
+    ) -> tuple[DraftBlocks | None, int]:
+        """What a host drafter proposes, and the rows of the largest tree over it."""
+        states = [DraftState(request.id, request.tokens) for request in due]
+        blocks = drafter.propose(states, self.policy.nodes)
+        nodes = 0
+        for block, request in zip(blocks, due, strict=True):
+            usable = block.log_probs[: request.remaining - 1].isfinite().sum(1)
+            nodes = max(nodes, self.policy.size(usable.tolist()))
+        if not nodes:
+            return None, 1
+        if not self.runner.captures:
+            return stack_blocks(blocks), nodes + 1
+        places, rows = self.runner.bucket(len(due), nodes + 1)
+        return stack_blocks(blocks, places, drafter.horizon, self.policy.nodes), rows
+
+    def _land(self) -> list[StepResult]:
+        """Read the oldest step under way. Requests that have left meanwhile are passed over: a stop
+        token of the step before ended them, or the caller did.
+        """
+        landing = self.runner.collect()
+        results = []
+        for index, (request, record) in enumerate(
+            zip(landing.requests, landing.records, strict=True)
+        ):
+            if request.place < 0:
+                continue
+            logits = landing.logits
+            if logits is not None:
+                logits = logits[index * landing.rows : (index + 1) * landing.rows]
+            results.append(_settle(request, record, logits))
+            request.stats.add_seconds(landing.seconds)
+            trace = results[-1].trace
+            if trace is not None and trace.tree.nodes:
+                self._watch(len(trace.path.indices))
         return results
 
     def cancel(self, request: Request) -> None:
@@ -137,3 +222,18 @@ class Engine:
                 mean,
                 WATCHED_STEPS,
             )
+
+
+def _settle(request: Request, record: Record, logits: Tensor | None) -> StepResult:
+    """Emit what a step chose for one request, up to its first stop or its last allowed token."""
+    root = request.tokens[-1]
+    kept = request.emit(record.emitted)
+    if record.broken and request.finish_reason is None:
+        request.fail(non_finite(request.context + len(record.emitted) + 1))
+    if not kept:
+        return StepResult(request, [], None, logits)
+    request.context += len(kept)
+    request.stats.add_step(accepted=len(kept) - 1, nodes=record.tree.nodes)
+    # The root stands for the first emitted token, and the last emitted one is the next root.
+    walked = AcceptedPath(record.indices[: len(kept)], kept[-1])
+    return StepResult(request, kept, StepTrace(root, record.tree, walked), logits)

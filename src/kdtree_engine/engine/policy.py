@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kdtree_engine.config import MAX_ROWS_PER_REQUEST
 from kdtree_engine.errors import OptionError
-from kdtree_engine.tree import build_tree, chain_tree
-from kdtree_engine.types import DraftBlock, DraftTree
 
 _MOST_DIGITS = 4  # int() of thousands of digits raises an error of its own
 
@@ -19,12 +18,15 @@ class TreePolicy:
     nodes: int
     chain: bool = False
 
-    def tree(self, block: DraftBlock, horizon: int) -> DraftTree:
-        """The tree to verify, no deeper than `horizon`."""
-        horizon = max(0, min(horizon, block.horizon))
-        if self.chain:
-            return chain_tree(block, min(self.nodes, horizon))
-        return build_tree(block.log_probs[:horizon], block.tokens[:horizon], self.nodes)
+    def size(self, widths: Sequence[int]) -> int:
+        """Nodes of the tree over `widths[d]` candidates at each depth d that it may reach."""
+        total, level = 0, 1
+        for width in widths:
+            level *= min(width, 1) if self.chain else width
+            total += level
+            if level == 0 or total >= self.nodes:
+                break
+        return min(total, self.nodes)
 
 
 def parse_tree_nodes(value: int | str) -> TreePolicy:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kdtree_engine.errors import OptionError
@@ -171,7 +170,6 @@ class Request:
     is_prefill: bool = True
     place: int = -1
     pages: list[int] = field(default_factory=list)
-    page_ids: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     chains: list[bytes] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
@@ -205,3 +203,24 @@ class Request:
     def fail(self, reason: str) -> None:
         """End with an error; what was emitted before stays."""
         self.finish_reason, self.error = "error", reason
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """What a step did for one request: its new tokens, and the tree that gave them (None for a
+    piece of prompt). logits: [rows, V] of the request's rows, for tests; a decode step has them
+    where the engine's runner keeps them.
+    """
+
+    request: Request
+    tokens: list[int]
+    trace: StepTrace | None = None
+    logits: Tensor | None = None
+
+
+def non_finite(position: int) -> str:
+    """The error of a request whose token at `position` could not be chosen."""
+    return (
+        f"the model gave logits that are not finite for position {position}: the weights or the "
+        "cache hold NaN or infinite values, or the dtype is too narrow for this model"
+    )

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-
-import torch
 
 from kdtree_engine.cache import CacheLayout, PageAllocator, pages_for
 from kdtree_engine.config import PAGE_SIZE
 from kdtree_engine.engine.request import Request
+from kdtree_engine.engine.state import DecodeState
 from kdtree_engine.errors import CapacityError
-
-
-@dataclass(frozen=True, eq=False)
-class Work:
-    """A request's part in a step: its next `chunk` prompt tokens, or (0) one decode step."""
-
-    request: Request
-    chunk: int = 0
 
 
 class Scheduler:
@@ -27,10 +17,10 @@ class Scheduler:
     Its pages cover the prompt and everything it may emit, so an admitted request always finishes.
     """
 
-    def __init__(self, layout: CacheLayout, prefill_chunk: int, device: torch.device) -> None:
+    def __init__(self, layout: CacheLayout, prefill_chunk: int, state: DecodeState) -> None:
         self.layout = layout
         self.prefill_chunk = prefill_chunk
-        self.device = device
+        self.state = state
         self.allocator = PageAllocator(layout.pages)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -47,19 +37,31 @@ class Scheduler:
             )
         self.waiting.append(request)
 
-    def schedule(self) -> list[Work]:
-        """Admit what fits, then every running request's next part."""
+    def schedule(self) -> list[Request]:
+        """Admit what fits; all running requests."""
         while self.waiting and self._places and self._admit(self.waiting[0]):
             self.waiting.popleft()
-        return [Work(request, self._chunk(request)) for request in self.running]
+        return list(self.running)
+
+    def chunk(self, request: Request) -> int:
+        """Prompt tokens that a request computes next."""
+        return min(self.prefill_chunk, request.prompt_tokens - request.context)
 
     def finish(self, request: Request) -> None:
-        """Take a request out, wherever it stands, and give its pages back."""
+        """Take a request out, wherever it stands, and give its pages and its place back.
+
+        A step that is still under way may write to them: the rows of its tree, then what it
+        commits, from the device's own count of committed tokens on, which is never below the
+        host's. That harms nobody. The next owner's first forward, and the writes that set up its
+        place, come later in the same stream. And a page that others may find holds tokens below
+        the host's count alone.
+        """
         if request in self.running:
             self.running.remove(request)
             self.allocator.release(request.pages)
             request.pages = []
             self._places.append(request.place)
+            request.place = -1
         elif request in self.waiting:
             self.waiting.remove(request)
 
@@ -101,13 +103,8 @@ class Scheduler:
             allocator.release(shared)
             return False
         request.pages = shared + allocator.allocate(missing)
-        request.page_ids = torch.tensor(request.pages, dtype=torch.int64, device=self.device)
         request.place = self._places.pop()
+        self.state.admit(request)
         request.context = request.stats.cached_tokens = len(shared) * PAGE_SIZE
         self.running.append(request)
         return True
-
-    def _chunk(self, request: Request) -> int:
-        if not request.is_prefill:
-            return 0
-        return min(self.prefill_chunk, request.prompt_tokens - request.context)

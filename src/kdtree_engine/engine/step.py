@@ -1,27 +1,31 @@
-"""One step of the engine: draft, build, forward, sample, walk, commit. Plain decoding is the tree
-with only a root, and a piece of prompt is a causal run: there is no second loop.
+"""One decode step: draft, build, forward, sample, walk, commit. Plain decoding is the tree with
+only a root: there is no second loop.
+
+`decode_step` is a function of tensors. Shapes follow from the number of places and rows alone and
+nothing waits for a value, so the same code is captured in a CUDA graph (graphs.py) or runs as it
+stands. A piece of prompt is the same forward over a causal run (prefill.py).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kdtree_engine.cache import CachePool, commit_paths, page_slots
-from kdtree_engine.drafter.base import Drafter, DraftState, Observation
-from kdtree_engine.engine.batch import Part, build_batch, sampling_rows
+from kdtree_engine.cache import CachePool, commit_paths, path_places
+from kdtree_engine.drafter.base import Drafter
+from kdtree_engine.engine.batch import sampling_rows, tree_inputs
 from kdtree_engine.engine.policy import TreePolicy
-from kdtree_engine.engine.request import StepTrace
-from kdtree_engine.engine.scheduler import Scheduler, Work
+from kdtree_engine.engine.record import Walk, pack
+from kdtree_engine.engine.state import DecodeState, Standing
+from kdtree_engine.kernels.tree_accept import tree_accept
+from kdtree_engine.kernels.tree_build import BuiltTrees, PlannedTrees, TreePlaces, plan_trees
 from kdtree_engine.model import Kimi
 from kdtree_engine.sampling import Sampled, sample
-from kdtree_engine.tree import accept
-from kdtree_engine.types import AcceptedPath, DraftTree
+from kdtree_engine.types import DraftBlocks
 
 
 class StepParts(Protocol):
@@ -31,12 +35,12 @@ class StepParts(Protocol):
     drafter: Drafter
     pool: CachePool
     policy: TreePolicy
-    scheduler: Scheduler
+    state: DecodeState
     device: torch.device
 
 
 class Stopwatch:
-    """Seconds per phase of a step."""
+    """Seconds per phase of a step, as the host sees them."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -50,123 +54,102 @@ class Stopwatch:
 
 
 @dataclass(frozen=True, eq=False)
-class StepResult:
-    """What a step did for one request: its new tokens, and its rows to commit, in order."""
+class StepOutput:
+    """record: [B, record.width] int64. logits: [B * N, V] float32, of every row of the trees."""
 
-    part: Part
-    tokens: list[int]
-    path: list[int]
-    trace: StepTrace | None = None
+    record: Tensor
+    logits: Tensor
 
 
-def run_step(engine: StepParts) -> list[StepResult]:
-    """Advance every running request by one tree, or by one piece of its prompt."""
-    work = engine.scheduler.schedule()
-    if not work:
-        return []
-    watch = Stopwatch()
-    layout = engine.pool.layout
-    trees = draft(engine, work, watch)
-    batch = build_batch(work, trees, layout, engine.device)
+def decode_step(
+    parts: StepParts, places: Tensor, rows: int, blocks: DraftBlocks | None, watch: Stopwatch
+) -> StepOutput:
+    """Advance the requests at places [B] int64 by one tree of at most `rows` rows each.
+
+    blocks: what a host drafter proposed, on the device; None lets a device drafter propose.
+    """
+    standing = parts.state.at(places)
+    planned = draft(parts, standing, rows, blocks, watch)
+    trees = planned.trees
+    inputs = tree_inputs(standing, planned)
     watch.lap("batch")
-    reserved = (layout.null_slot, layout.spill_slot)
-    out = engine.target.forward(
-        batch.inputs, engine.pool.latents, reserved, engine.drafter.tap_layers
+    layout = parts.pool.layout
+    out = parts.target.forward(
+        inputs,
+        parts.pool.latents,
+        (layout.null_slot, layout.spill_slot),
+        parts.drafter.tap_layers,
     )
     watch.lap("forward")
-    picks = sample(out.logits, sampling_rows(batch, engine.device))
+    picks = sample(out.logits, sampling_rows(standing, inputs.positions))
     watch.lap("sample")
-    results = [advance(part, out.logits, picks) for part in batch.parts]
-    commit(engine, results, out.taps)
+    walk = walk_trees(standing, trees, picks, path_length(parts.drafter, rows))
+    commit(parts, standing, walk, planned.rows.slots, out.taps)
+    parts.state.advance(places, standing, walk.lengths, walk.roots)
+    record = pack(trees, walk)
     watch.lap("commit")
-    for result in results:
-        result.part.request.stats.add_seconds(watch.seconds)
-    return results
+    return StepOutput(record, out.logits)
 
 
-def draft(engine: StepParts, work: Sequence[Work], watch: Stopwatch) -> list[DraftTree | None]:
-    """A tree for every decoding request, None for a piece of prompt."""
-    decoding = [item.request for item in work if not item.chunk]
-    states = [
-        DraftState(one.id, one.tokens, one.context, one.page_ids, one.seed, one.params.temperature)
-        for one in decoding
-    ]
-    blocks = engine.drafter.propose(states, engine.policy.nodes) if states else []
+def path_length(drafter: Drafter, rows: int) -> int:
+    """Rows of the longest path of a tree of `rows` rows: the root and one a drafted depth."""
+    return 1 + min(drafter.horizon, rows - 1)
+
+
+def draft(
+    parts: StepParts,
+    standing: Standing,
+    rows: int,
+    blocks: DraftBlocks | None,
+    watch: Stopwatch,
+) -> PlannedTrees:
+    """Trees of `rows` rows, padding included; of one row without asking anybody."""
+    if rows > 1 and blocks is None:
+        assert parts.drafter.on_device, "a host drafter's blocks come with the step"
+        blocks = parts.drafter.propose(standing.for_drafter(), rows - 1)
+    if rows == 1 or blocks is None:
+        tokens = standing.root.new_empty((standing.root.shape[0], 0, 0))
+        blocks = DraftBlocks(tokens, tokens.float())
     watch.lap("draft")
-    # A path of depth d emits d + 1 tokens, so nodes deeper than remaining - 1 could not be used.
-    trees = iter(
-        [
-            engine.policy.tree(block, one.remaining - 1)
-            for block, one in zip(blocks, decoding, strict=True)
-        ]
+    planned = plan_trees(
+        blocks.log_probs,
+        blocks.tokens,
+        rows - 1,
+        TreePlaces(standing.root, standing.context, standing.scratch),
+        parts.target.config.max_positions,
+        # A path of depth d emits d + 1 tokens: deeper nodes than remaining - 1 could not be used.
+        depth_limit=standing.remaining.long() - 1,
+        chain=parts.policy.chain,
     )
     watch.lap("tree")
-    return [None if item.chunk else next(trees) for item in work]
+    return planned
 
 
-def advance(part: Part, logits: Tensor, picks: Sampled) -> StepResult:
-    """Walk one request's rows and emit what the target chose."""
-    request, tree = part.request, part.tree
-    if request.keep_logits:
-        request.logits.append(logits[part.logits])
-    if tree is None and not part.samples:
-        return StepResult(part, [], list(range(len(part.slots))))
-    tokens, finite = picks.tokens[part.logits].cpu(), picks.finite[part.logits].cpu()
-    if tree is None:
-        if not bool(finite[0]):
-            request.fail(_non_finite(request.prompt_tokens))
-            return StepResult(part, [], [])
-        return StepResult(part, request.emit([int(tokens[0])]), list(range(len(part.slots))))
-    path = accept(tree, tokens)
-    rows = list(path.indices)
-    # The pick of a row is the token of the next row on the path, or the token after its last row.
-    good = rows[: first_false(finite[rows])]
-    root = request.tokens[-1]
-    kept = request.emit(tokens[good].tolist())
-    if len(good) < len(rows) and request.finish_reason is None:
-        request.fail(_non_finite(request.context + len(good) + 1))
-    if not kept:
-        return StepResult(part, [], [])
-    request.stats.add_step(accepted=len(kept) - 1, nodes=tree.nodes)
-    # The root stands for the first emitted token, and the last emitted one is the next root.
-    walked = AcceptedPath(rows[: len(kept)], kept[-1])
-    return StepResult(part, kept, rows[: len(kept)], StepTrace(root, tree, walked))
+def walk_trees(standing: Standing, trees: BuiltTrees, picks: Sampled, length: int) -> Walk:
+    """From each root to the child whose token was picked, while there is one, `length` rows at
+    most. The pick of a row is the next row's token, or the token after the path.
+    """
+    shape = trees.tokens.shape
+    tokens = picks.tokens.view(shape)
+    paths = tree_accept(trees.tokens, trees.parents, tokens, length, picks.finite.view(shape))
+    lengths = torch.where(standing.remaining > 0, paths.lengths, 0)
+    emitted = tokens.gather(1, paths.indices.clamp(min=0))
+    return Walk(paths.indices, lengths, emitted, paths.next_tokens, paths.broken)
 
 
-def first_false(flags: Tensor) -> int:
-    """Index of the first False of flags [k], or k."""
-    return int(torch.cumprod(flags.long(), 0).sum())
-
-
-def commit(engine: StepParts, results: Sequence[StepResult], taps: Tensor | None) -> None:
-    """Move accepted rows to their places, show them to the drafter, publish full pages."""
-    source: list[int] = []
-    destination: list[int] = []
-    seen: list[Observation] = []
-    for result in results:
-        part, request = result.part, result.part.request
-        slots = page_slots(request.pages, request.context, len(result.path))
-        if part.tree is not None:
-            source += [part.slots[row] for row in result.path]
-            destination += slots
-        if slots:
-            rows = [part.rows.start + row for row in result.path]
-            seen.append(
-                Observation(
-                    request.id, request.context, slots, None if taps is None else taps[rows]
-                )
-            )
-        request.context += len(slots)
-        request.is_prefill = request.context < request.prompt_tokens
-    commit_paths(engine.pool, source, destination)
-    if seen:
-        engine.drafter.observe(seen)
-    for result in results:
-        engine.scheduler.publish(result.part.request)
-
-
-def _non_finite(position: int) -> str:
-    return (
-        f"the model gave logits that are not finite for position {position}: the weights or the "
-        "cache hold NaN or infinite values, or the dtype is too narrow for this model"
+def commit(
+    parts: StepParts, standing: Standing, walk: Walk, slots: Tensor, taps: Tensor | None
+) -> None:
+    """Move accepted rows, of the trees at slots [B, N], to their places in the cache and show them
+    to the drafter.
+    """
+    commit_paths(parts.pool, slots, walk.indices, walk.lengths, standing.context, standing.pages)
+    if taps is None:
+        return
+    assert parts.drafter.on_device, "only a device drafter is shown the target's states"
+    positions, places = path_places(
+        parts.pool.layout, walk.indices.shape[1], walk.lengths, standing.context, standing.pages
     )
+    first = torch.arange(0, taps.shape[0], slots.shape[1], device=taps.device)
+    seen = (first[:, None] + walk.indices.clamp(min=0)).flatten()
+    parts.drafter.observe(taps.index_select(0, seen), positions.flatten(), places.flatten())

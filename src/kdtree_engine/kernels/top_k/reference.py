@@ -25,7 +25,7 @@ def top_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """See the operator."""
     logits = logits.float()
-    if temperature is not None:
+    if temperature is not None and bool((temperature > 0).any()):  # noise costs more than the rest
         assert seeds is not None and positions is not None
         logits = perturb(logits, temperature, seeds, positions)
     values, ids = _largest(logits, min(k, logits.shape[-1]))

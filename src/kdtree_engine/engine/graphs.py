@@ -1,0 +1,189 @@
+"""Run decode steps: as they stand, or captured once in CUDA graphs and replayed.
+
+A graph is captured for a number of places and a number of rows, the **bucket**; a step of fewer
+requests is filled up with the dummy place. All graphs share one memory pool: they never run at the
+same time, and whatever a step leaves in the pool is dead when the next one starts, but for the
+record and the logits, which each graph keeps to itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kdtree_engine.engine.record import Record, unpack, width
+from kdtree_engine.engine.request import Request
+from kdtree_engine.engine.state import upload
+from kdtree_engine.engine.step import (
+    StepOutput,
+    StepParts,
+    Stopwatch,
+    decode_step,
+)
+from kdtree_engine.log import progress
+from kdtree_engine.types import DraftBlocks
+
+log = logging.getLogger(__name__)
+
+MOST_FLIGHTS = 2
+"""Steps that may be under way at once: one runs while the host reads the one before it."""
+
+_Key = tuple[int, int, bool]  # places, rows, whether a host drafter's blocks come with the step
+
+
+@dataclass(frozen=True, eq=False)
+class Flight:
+    """A step that was launched. record: [B, W] int64 in host memory, filled once `ready`."""
+
+    requests: tuple[Request, ...]
+    rows: int
+    record: Tensor
+    ready: torch.cuda.Event | None
+    logits: Tensor | None
+    watch: Stopwatch
+
+
+@dataclass(frozen=True, eq=False)
+class Landing:
+    """A step that has ended. logits: [B * rows, V] where the runner keeps them."""
+
+    requests: tuple[Request, ...]
+    records: list[Record]
+    rows: int
+    logits: Tensor | None
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True, eq=False)
+class _Captured:
+    """A graph, the tensors that it reads, and those that it writes."""
+
+    graph: torch.cuda.CUDAGraph
+    places: Tensor
+    blocks: DraftBlocks | None
+    out: StepOutput
+
+
+class Runner:
+    """Launches steps and collects what they did, in order.
+
+    keep_logits: for tests, each step's logits are copied and land with it.
+    """
+
+    def __init__(self, parts: StepParts, most_requests: int, eager: bool) -> None:
+        self._parts = parts
+        self._most = most_requests
+        self._cuda = parts.device.type == "cuda"
+        self.captures = self._cuda and not eager
+        self.keep_logits = False
+        self._flights: deque[Flight] = deque()
+        self._graphs: dict[_Key, _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self.captures else None
+        self._launched = 0
+        self._ring: list[Tensor] = []
+        if self._cuda:
+            rows = parts.policy.nodes + 1
+            size = most_requests * width(rows, rows)
+            self._ring = [
+                torch.empty(size, dtype=torch.int64, pin_memory=True) for _ in range(MOST_FLIGHTS)
+            ]
+
+    @property
+    def in_flight(self) -> int:
+        """Steps launched and not collected."""
+        return len(self._flights)
+
+    def flights_of(self, request: Request) -> int:
+        """In how many of them a request is."""
+        return sum(request in flight.requests for flight in self._flights)
+
+    def bucket(self, requests: int, rows: int) -> tuple[int, int]:
+        """Places and rows of the step that serves so many: exact, or a graph's."""
+        if not self.captures:
+            return requests, rows
+        places = min(self._most, 1 << (requests - 1).bit_length())
+        return places, 1 if rows == 1 else self._parts.policy.nodes + 1
+
+    def launch(self, requests: Sequence[Request], rows: int, blocks: DraftBlocks | None) -> None:
+        """Start a step of `rows` rows a request. blocks: on the host, of `bucket` places."""
+        assert self.in_flight < MOST_FLIGHTS
+        watch = Stopwatch()
+        places, rows = self.bucket(len(requests), rows)
+        numbers = [request.place for request in requests]
+        numbers += [self._parts.state.dummy] * (places - len(numbers))
+        index = upload(numbers, torch.int64, self._parts.device)
+        if self.captures:
+            out = self._replay((places, rows, blocks is not None), index, blocks)
+        else:
+            if blocks is not None and self._cuda:
+                blocks = _moved(blocks, self._parts.device)
+            out = decode_step(self._parts, index, rows, blocks, watch)
+        logits = out.logits.clone() if self.keep_logits else None
+        record, ready = out.record, None
+        if self._cuda:
+            ring = self._ring[self._launched % MOST_FLIGHTS]
+            host = ring[: record.numel()].view(record.shape)
+            record, ready = host.copy_(record, non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record()
+        self._launched += 1
+        self._flights.append(Flight(tuple(requests), rows, record, ready, logits, watch))
+
+    def collect(self) -> Landing:
+        """Wait for the oldest step."""
+        flight = self._flights.popleft()
+        record = flight.record
+        if flight.ready is not None:
+            flight.ready.synchronize()
+            record = record.clone()  # the ring's place is for the next step but one
+            flight.watch.lap("step")
+        records = unpack(record[: len(flight.requests)], flight.rows)
+        return Landing(flight.requests, records, flight.rows, flight.logits, flight.watch.seconds)
+
+    def _replay(self, key: _Key, places: Tensor, blocks: DraftBlocks | None) -> StepOutput:
+        if key not in self._graphs:
+            with progress("capturing a graph", 1, shown=True) as meter:
+                self._graphs[key] = self._capture(key, blocks)
+                meter.advance(1)
+        captured = self._graphs[key]
+        captured.places.copy_(places, non_blocking=True)
+        if blocks is not None and captured.blocks is not None:
+            captured.blocks.tokens.copy_(blocks.tokens.pin_memory(), non_blocking=True)
+            captured.blocks.log_probs.copy_(blocks.log_probs.pin_memory(), non_blocking=True)
+        captured.graph.replay()
+        return captured.out
+
+    def _capture(self, key: _Key, like: DraftBlocks | None) -> _Captured:
+        """Warm up, then capture, both on the dummy place alone.
+
+        The dummy has no token left to emit: its rows, its commits and its drafter's states go to
+        the spill page, and its state stays what it was. So a warm-up may run while requests decode.
+        """
+        began = time.perf_counter()
+        parts, (count, rows, _) = self._parts, key
+        places = torch.full((count,), parts.state.dummy, dtype=torch.int64, device=parts.device)
+        blocks = None if like is None else _moved(like, parts.device)
+        side = torch.cuda.Stream(parts.device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(parts.device))
+        with torch.cuda.stream(side):
+            decode_step(parts, places, rows, blocks, Stopwatch())
+        torch.cuda.current_stream(parts.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            out = decode_step(parts, places, rows, blocks, Stopwatch())
+        log.info(
+            "captured a step of %d requests with %d rows each in %.1f s",
+            count,
+            rows,
+            time.perf_counter() - began,
+        )
+        return _Captured(graph, places, blocks, out)
+
+
+def _moved(blocks: DraftBlocks, device: torch.device) -> DraftBlocks:
+    return DraftBlocks(blocks.tokens.to(device), blocks.log_probs.to(device))
