@@ -11,8 +11,7 @@ import platform
 import random
 import statistics
 import subprocess
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 
 from kdtree_engine import LLM, SamplingParams
-from kdtree_engine.types import TargetOutput
 
 ROOT = Path(__file__).resolve().parents[1]
 Name = TypeVar("Name", bound=Hashable)
@@ -61,48 +59,22 @@ def require_equal_logits(setting: str, expected: Tensor, found: Tensor) -> None:
         )
 
 
-class _Recorder:
-    """The target as the engine sees it, keeping the last forward's logits."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-        self.logits = torch.empty(0)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
-
-    def forward(self, *args: Any) -> TargetOutput:
-        """The target's forward."""
-        out: TargetOutput = self._target.forward(*args)
-        self.logits = out.logits
-        return out
-
-
-@contextmanager
-def _recording(llm: LLM) -> Iterator[_Recorder]:
-    target = llm.engine.target
-    recorder: Any = _Recorder(target)
-    llm.engine.target = recorder
-    try:
-        yield recorder
-    finally:
-        llm.engine.target = target
-
-
 def decoded_logits(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> Tensor:
     """[tokens, vocab]: the row that chose each emitted token, taken from the engine's own steps."""
     rows: list[Tensor] = []
-    with _recording(llm) as recorder:
-        request = llm.engine.add(prompt, params)
-        while llm.engine.has_work:
-            for result in llm.engine.step():
-                if not result.tokens:
-                    continue
-                own = recorder.logits[result.part.logits]
-                trace = result.trace
-                path = [0] if trace is None else list(trace.path.indices)[: len(result.tokens)]
-                rows.append(own[path].clone())
-        llm.engine.cancel(request)
+    runner = llm.engine.runner
+    runner.keep_logits = True
+    request = llm.engine.add(prompt, params)
+    while llm.engine.has_work:
+        for result in llm.engine.step():
+            if not result.tokens:
+                continue
+            assert result.logits is not None
+            trace = result.trace
+            path = [0] if trace is None else list(trace.path.indices)[: len(result.tokens)]
+            rows.append(result.logits[path].clone())
+    runner.keep_logits = False
+    llm.engine.cancel(request)
     return torch.cat(rows)
 
 

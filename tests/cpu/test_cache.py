@@ -16,8 +16,8 @@ from kdtree_engine.cache import (
     PageAllocator,
     allocate_pool,
     commit_paths,
-    page_slots,
     pages_for,
+    path_places,
 )
 
 PAGE = 64
@@ -203,14 +203,26 @@ def test_layout_gives_each_page_one_use() -> None:
             layout.scratch_slot(place)
 
 
-def test_page_slots_follow_the_request_s_pages() -> None:
-    assert page_slots([9, 2], 62, 4) == [9 * PAGE + 62, 9 * PAGE + 63, 2 * PAGE, 2 * PAGE + 1]
-    assert page_slots([9, 2], 64, 0) == []
+def test_path_places_follow_the_request_s_pages() -> None:
+    """Entries behind a path stand at its first position, in the spill page."""
+    layout = CacheLayout(pages=10, requests=1)
+    pages = torch.tensor([[9, 2], [4, 5], [7, 1]], dtype=torch.int32)
+    contexts = torch.tensor([62, 64, 127], dtype=torch.int32)
+    positions, slots = path_places(layout, 4, torch.tensor([4, 0, 1]), contexts, pages)
+    assert positions.tolist() == [[62, 63, 64, 65], [64] * 4, [127] * 4]
+    spill = layout.spill_slot
+    assert slots.tolist() == [
+        [9 * PAGE + 62, 9 * PAGE + 63, 2 * PAGE, 2 * PAGE + 1],
+        [spill] * 4,
+        [1 * PAGE + 63, spill, spill, spill],
+    ]
     assert [pages_for(tokens) for tokens in (0, 1, 64, 65, 128)] == [0, 1, 1, 2, 2]
 
 
 def test_commit_moves_a_path_over_a_page_border() -> None:
-    """Rows of scratch go to the request's next places, in every layer; the rest stays."""
+    """Rows of scratch go to the request's next places, in every layer; the rest stays, but for the
+    spill page.
+    """
     layout = CacheLayout(pages=4, requests=2)
     pool = allocate_pool(layout, 3, 6, torch.float32, torch.device("cpu"))
     assert len(pool.latents) == 3 and pool.draft == ()
@@ -218,15 +230,21 @@ def test_commit_moves_a_path_over_a_page_border() -> None:
         slots = torch.arange(layout.total_pages * PAGE).float() + 10_000 * layer
         latents.copy_(slots.view(-1, PAGE, 1).expand(-1, -1, 6))
     before = [latents.clone() for latents in pool.latents]
-    scratch = layout.scratch_slot(1)
-    source = [scratch, scratch + 2, scratch + 5]
-    destination = page_slots([3, 0], 62, 3)
-    commit_paths(pool, source, destination)
+    scratch = torch.tensor([layout.scratch_slot(0), layout.scratch_slot(1)])
+    rows = scratch[:, None] + torch.arange(6)
+    indices = torch.tensor([[0, 1, -1, -1], [0, 2, 5, -1]])
+    contexts = torch.tensor([10, 62], dtype=torch.int32)
+    pages = torch.tensor([[1, 2], [3, 0]], dtype=torch.int32)
+    for lengths in (torch.tensor([0, 3]), torch.tensor([0, 0])):
+        commit_paths(pool, rows, indices, lengths, contexts, pages)
+    source = [int(scratch[1]) + row for row in (0, 2, 5)]
+    destination = [3 * PAGE + 62, 3 * PAGE + 63, 0]
+    kept = torch.ones(layout.total_pages * PAGE, dtype=torch.bool)
+    kept[layout.spill_slot : layout.spill_slot + PAGE] = False
     for old, new in zip(before, pool.latents, strict=True):
         want = old.flatten(0, 1).clone()
         want[destination] = old.flatten(0, 1)[source]
-        assert torch.equal(new.flatten(0, 1), want)
-    commit_paths(pool, [], [])
+        assert torch.equal(new.flatten(0, 1)[kept], want[kept])
 
 
 def test_pool_of_a_drafter_shares_the_page_numbers() -> None:

@@ -176,7 +176,7 @@ def test_options_reach_the_engine(engine: Script) -> None:
     arguments = (
         "generate folder --prompt-ids 3,4,5 --max-tokens 7 --temperature 0.5 --top-k 9 --top-p 0.9"
         " --min-p 0.1 --seed 11 --ignore-eos --drafter ngram --tree-nodes chain:3 --device cpu"
-        " --dtype float32 --prefill-chunk 64"
+        " --dtype float32 --prefill-chunk 64 --eager"
     )
     assert cli.run(arguments.split()) == 0
     assert engine.prompt == [3, 4, 5]
@@ -197,6 +197,7 @@ def test_options_reach_the_engine(engine: Script) -> None:
         "tree_nodes": "chain:3",
         "prefill_chunk": 64,
         "max_requests": 1,
+        "eager": True,
     }
 
 
@@ -205,6 +206,7 @@ def test_defaults(engine: Script) -> None:
     assert engine.prompt == ""
     assert engine.opened["model"] is None
     assert engine.opened["tree_nodes"] == 15
+    assert engine.opened["eager"] is False
     assert engine.params["max_tokens"] == 128
     assert engine.params["temperature"] == 0.0
     assert engine.params["seed"] is None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kdtree_engine.drafter.base import Drafter, DraftState
+from kdtree_engine.drafter.base import DraftState, HostDrafter, empty_block, stack_blocks
 from kdtree_engine.drafter.ngram import NgramDrafter
 from kdtree_engine.drafter.none import NoDrafter
 from kdtree_engine.drafter.random import RandomDrafter
 from kdtree_engine.drafter.replay import ReplayDrafter
 from kdtree_engine.engine.policy import TreePolicy
+from kdtree_engine.kernels.tree_build import tree_build
+from kdtree_engine.tree import build_tree
 from kdtree_engine.types import DraftBlock
 
 VOCAB = 50
@@ -18,15 +20,15 @@ ANSWER = [(7 * i * i + 3 * i) % VOCAB for i in range(400)]
 
 
 def state(tokens: list[int], request: int = 0) -> DraftState:
-    return DraftState(request, tokens, len(tokens) - 1, torch.zeros(0, dtype=torch.int64), 0)
+    return DraftState(request, tokens)
 
 
-def propose(drafter: Drafter, tokens: list[int], candidates: int = 15) -> DraftBlock:
+def propose(drafter: HostDrafter, tokens: list[int], candidates: int = 15) -> DraftBlock:
     [block] = drafter.propose([state(tokens)], candidates)
     return block
 
 
-def check_block(block: DraftBlock, drafter: Drafter, candidates: int) -> None:
+def check_block(block: DraftBlock, drafter: HostDrafter, candidates: int) -> None:
     """What every consumer relies on."""
     depths, width = block.tokens.shape
     assert block.log_probs.shape == (depths, width)
@@ -45,7 +47,7 @@ def check_block(block: DraftBlock, drafter: Drafter, candidates: int) -> None:
 @pytest.mark.parametrize("length", [1, 2, 3, 10, 100])
 @pytest.mark.parametrize("name", ["none", "ngram", "random", "replay"])
 def test_blocks_are_well_formed(name: str, length: int, candidates: int) -> None:
-    drafter: Drafter = {
+    drafter: HostDrafter = {
         "none": NoDrafter(),
         "ngram": NgramDrafter(),
         "random": RandomDrafter(VOCAB),
@@ -95,7 +97,7 @@ def test_ngram_votes_branch_and_recent_ones_weigh_more() -> None:
     block = propose(NgramDrafter(longest=1), [5, 1, 9, 5, 2, 9, 5, 3, 9, 5])
     assert block.tokens[0, :3].tolist() == [3, 2, 1]
     assert block.tokens[1, 0].item() == 9
-    tree = TreePolicy(8).tree(block, 7)
+    tree = build_tree(block.log_probs, block.tokens, 8)
     assert (tree.depths[1:] == 1).sum() > 1, "a tree, not a chain"
 
 
@@ -161,22 +163,50 @@ def test_horizon_and_budget_are_separate(nodes: int, chain: bool) -> None:
         )
         assert block.horizon == horizon
         for most in (0, 2, 50):
-            tree = TreePolicy(nodes, chain).tree(block, most)
-            reach = min(horizon, most)
-            assert tree.nodes <= nodes and int(tree.depths.max()) <= reach
+            limit, reach = torch.tensor([most]), min(horizon, most)
+            blocks = stack_blocks([block])
+            tree = tree_build(
+                blocks.log_probs, blocks.tokens, nodes, depth_limit=limit, chain=chain
+            )
+            count = int(tree.nodes)
+            assert count == TreePolicy(nodes, chain).size([block.tokens.shape[1]] * reach)
+            assert count <= nodes and int(tree.depths.max()) <= reach
             if chain:
-                assert tree.nodes == min(nodes, reach)
-                assert tree.parents.tolist() == list(range(-1, tree.nodes))
+                assert count == min(nodes, reach)
+                assert tree.parents[0, : count + 1].tolist() == list(range(-1, count))
             elif reach:
-                assert tree.nodes == min(
-                    nodes, sum(min(nodes, VOCAB) ** d for d in range(1, reach + 1))
-                )
+                assert count == min(nodes, sum(min(nodes, VOCAB) ** d for d in range(1, reach + 1)))
+
+
+def test_a_tree_s_size_is_known_from_the_candidates() -> None:
+    """The rows of a step are chosen before its trees are built: exactly as many as they need."""
+    draw = torch.Generator().manual_seed(5)
+    for _ in range(200):
+        depths, width, nodes = (int(torch.randint(1, 6, (), generator=draw)) for _ in range(3))
+        log_probs = -torch.rand(depths, width, generator=draw).cumsum(1)
+        log_probs[torch.rand(depths, width, generator=draw) < 0.4] = -torch.inf
+        tokens = torch.arange(width).expand(depths, width)
+        for chain in (False, True):
+            built = tree_build(log_probs[None], tokens[None], 7 * nodes, chain=chain)
+            usable = log_probs.isfinite().sum(1).tolist()
+            assert TreePolicy(7 * nodes, chain).size(usable) == int(built.nodes)
+
+
+def test_blocks_of_several_requests_are_padded() -> None:
+    """With candidates that no tree takes."""
+    blocks = [empty_block(), propose(RandomDrafter(VOCAB, horizon=3), ANSWER[:9], 4)]
+    for stacked in (stack_blocks(blocks), stack_blocks(blocks, 4, 5, 6)):
+        assert stacked.tokens.shape == stacked.log_probs.shape
+        assert torch.equal(stacked.tokens[1, :3, :4], blocks[1].tokens)
+        assert torch.equal(stacked.log_probs[1, :3, :4], blocks[1].log_probs)
+        assert int(stacked.log_probs.isfinite().sum()) == 12
+    assert stacked.tokens.shape == (4, 5, 6)
 
 
 def test_siblings_share_a_position() -> None:
     """Pain point 8: a node's depth is its parent's plus one, so siblings share a position."""
     block = propose(RandomDrafter(VOCAB), ANSWER[:20], candidates=63)
-    tree = TreePolicy(63).tree(block, 7)
+    tree = build_tree(block.log_probs, block.tokens, 63)
     parents, depths = tree.parents.tolist(), tree.depths.tolist()
     assert len(set(parents)) < tree.nodes, "there are siblings"
     assert all(depths[row] == depths[parents[row]] + 1 for row in range(1, tree.nodes + 1))

@@ -12,7 +12,7 @@ import torch
 
 from kdtree_engine import LLM, SamplingParams
 from kdtree_engine.checkpoints.write import make_checkpoint
-from kdtree_engine.drafter.base import DraftState
+from kdtree_engine.drafter.base import DraftStates
 from kdtree_engine.drafter.dflash import DFlashDrafter
 from kdtree_engine.errors import KDTreeError, OptionError
 from kdtree_engine.sampling import gumbel, seed_word
@@ -83,13 +83,31 @@ def drafted_logits(llm: LLM, prefix: list[int]) -> torch.Tensor:
         request = engine.add(prefix[:-1], SamplingParams(max_tokens=2, ignore_eos=True))
         while request.is_prefill:
             engine.step()
-    pages = torch.zeros(1, dtype=torch.int64) if request is None else request.page_ids
-    state = DraftState(0, prefix, len(prefix) - 1, pages, 0)
-    with torch.inference_mode():
-        [block] = drafter.propose([state], 160)
+    pages = [0] if request is None else request.pages
+    scores = proposed(drafter, prefix, pages)
     if request is not None:
         engine.cancel(request)
-    return torch.empty(7, 160).scatter_(1, block.tokens, block.log_probs)
+    return scores
+
+
+def proposed(
+    drafter: DFlashDrafter,
+    text: list[int],
+    pages: list[int],
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> torch.Tensor:
+    """Log-probabilities [7, V] of the block behind a text, its last token the root."""
+    states = DraftStates(
+        torch.tensor(text[-1:]),
+        torch.tensor([len(text) - 1], dtype=torch.int32),
+        torch.tensor([pages], dtype=torch.int32),
+        torch.tensor([seed_word(seed)]),
+        torch.tensor([temperature]),
+    )
+    with torch.inference_mode():
+        blocks = drafter.propose(states, 160)
+    return torch.empty(7, 160).scatter_(1, blocks.tokens[0], blocks.log_probs[0])
 
 
 def test_blocks_do_not_see_each_other(llm: LLM) -> None:
@@ -294,13 +312,9 @@ def test_wrong_options(folder: Path, tmp_path: Path, change: dict, message: str)
 def test_drafts_foresee_the_noise_of_the_draw(llm: LLM) -> None:
     """At a temperature the best candidate is the draw's own argmax, with its seed and positions."""
     drafter, prefix = drafter_of(llm), [5]
-    pages = torch.zeros(1, dtype=torch.int64)
 
     def candidates(temperature: float, seed: int) -> torch.Tensor:
-        state = DraftState(0, prefix, 0, pages, seed, temperature)
-        with torch.inference_mode():
-            [block] = drafter.propose([state], 160)
-        return torch.empty(7, 160).scatter_(1, block.tokens, block.log_probs)
+        return proposed(drafter, prefix, [0], temperature, seed)
 
     marginals = candidates(0.0, 1)
     for temperature, seed in ((1.0, 1), (0.5, -3)):

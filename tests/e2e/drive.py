@@ -5,20 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from e2e.models import CPU, Loaded
+from e2e.models import Loaded
 from kdtree_engine import SamplingParams
 from kdtree_engine.cache import CacheLayout, CachePool, allocate_pool, pages_for
 from kdtree_engine.config import EngineConfig
 from kdtree_engine.drafter.base import Drafter
 from kdtree_engine.engine.loop import Engine
-from kdtree_engine.engine.request import Request, StepTrace
-from kdtree_engine.engine.step import StepResult
-from kdtree_engine.types import TargetOutput
+from kdtree_engine.engine.request import Request, StepResult, StepTrace
 
 CHECK_EVERY = 16  # steps between two integrity checks
 MakeDrafter = Callable[[CachePool], Drafter]
@@ -44,27 +41,12 @@ class Run:
     traces: list[StepTrace] = field(default_factory=list)
 
 
-class Recorder:
-    """The target as the engine sees it, keeping the logits of the last forward."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-        self.logits = torch.empty(0)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
-
-    def forward(self, *args: Any) -> TargetOutput:
-        """The target's forward."""
-        out: TargetOutput = self._target.forward(*args)
-        self.logits = out.logits
-        return out
-
-
 def make_engine(
     loaded: Loaded, make_drafter: MakeDrafter, config: EngineConfig, drafts: bool = False
 ) -> Engine:
-    """A fresh engine on a loaded target that records; `drafts`: room for a DFlash drafter."""
+    """A fresh engine on a loaded target, on its device, that keeps the logits of its steps;
+    `drafts`: room for a DFlash drafter.
+    """
     layout = CacheLayout(config.cache_pages, config.max_requests)
     model, draft = loaded.target.config, loaded.network.config
     pool = allocate_pool(
@@ -72,11 +54,12 @@ def make_engine(
         model.num_layers,
         model.latent_dim,
         loaded.target.embedding.dtype,
-        CPU,
+        loaded.target.device,
         *((draft.num_layers, (draft.num_kv_heads, draft.head_dim)) if drafts else ()),
     )
-    recorder: Any = Recorder(loaded.target)
-    return Engine(recorder, make_drafter(pool), pool, config)
+    engine = Engine(loaded.target, make_drafter(pool), pool, config)
+    engine.runner.keep_logits = True
+    return engine
 
 
 def pages_of(jobs: Sequence[Job]) -> int:
@@ -108,7 +91,7 @@ def run_jobs(engine: Engine, jobs: Sequence[Job]) -> list[Run]:
         by_request = {run.request.id: run for run in runs.values()}
         results = engine.step()
         for result in results:
-            _record(by_request[result.part.request.id], result, engine, len(results))
+            _record(by_request[result.request.id], result, len(results))
         step += 1
         if step % CHECK_EVERY == 0:
             engine.check_integrity()
@@ -116,17 +99,18 @@ def run_jobs(engine: Engine, jobs: Sequence[Job]) -> list[Run]:
     return [runs[index] for index in range(len(jobs))]
 
 
-def _record(run: Run, result: StepResult, engine: Engine, requests: int) -> None:
+def _record(run: Run, result: StepResult, beside: int) -> None:
     """Keep the rows that chose the step's tokens: along the accepted path, or the prompt's last."""
-    recorder: Any = engine.target
-    rows = recorder.logits[result.part.logits]
     run.tokens += result.tokens
-    beside = f"step of {recorder.logits.shape[0]} logits rows for {requests} requests"
+    if not result.tokens:
+        return
+    assert result.logits is not None
+    where = f"one of {beside} requests"
     if result.trace is None:
-        run.logits += rows[: len(result.tokens)].clone()
-        run.origins += [f"prompt, {beside}"] * len(result.tokens)
+        run.logits.append(result.logits[-1].clone())
+        run.origins.append(f"prompt, {where}")
         return
     tree, path = result.trace.tree, list(result.trace.path.indices)[: len(result.tokens)]
-    run.logits += rows[path].clone()
-    run.origins += [f"row {row} of a tree of {tree.nodes} nodes, {beside}" for row in path]
+    run.logits += result.logits[path].clone()
+    run.origins += [f"row {row} of a tree of {tree.nodes} nodes, {where}" for row in path]
     run.traces.append(result.trace)

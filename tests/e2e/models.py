@@ -57,8 +57,9 @@ class Loaded:
 class Models:
     """The packaged model, and random ones, which are written under `home` first."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, device: torch.device = CPU) -> None:
         self.home = home
+        self.device = device
         self._loaded: dict[tuple[str, str], Loaded] = {}
 
     def load(self, model: str, dtype: str) -> Loaded:
@@ -78,6 +79,7 @@ class Models:
         return folder, folder / "drafter"
 
     def _load(self, folder: Path, draft_folder: Path, dtype: torch.dtype) -> Loaded:
-        target = load_target(open_model(folder), dtype, CPU)
-        network = load_drafter(open_drafter(draft_folder), dtype, CPU)
+        target = load_target(open_model(folder), dtype, self.device)
+        positions = target.config.max_positions
+        network = load_drafter(open_drafter(draft_folder), dtype, self.device, positions)
         return Loaded(folder, draft_folder, target, network)

@@ -6,7 +6,7 @@ must report it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +16,10 @@ from torch import Tensor
 
 from e2e.contract import Case
 from kdtree_engine.cache import PageAllocator
-from kdtree_engine.engine import batch, step
+from kdtree_engine.engine import step
 from kdtree_engine.kernels.linear import reference as linear
 from kdtree_engine.kernels.mla_attention import plan
 from kdtree_engine.kernels.mla_attention import reference as attention
-from kdtree_engine.types import DraftTree
 
 Mutate = Callable[[pytest.MonkeyPatch], None]
 
@@ -59,14 +58,15 @@ def tiles_fold_backwards(patch: pytest.MonkeyPatch) -> None:
 
 def siblings_see_each_other(patch: pytest.MonkeyPatch) -> None:
     """A row's mask also has the row before it, whoever that is."""
-    original = batch.ancestor_bits
+    original = step.plan_trees
 
-    def ancestors(trees: Sequence[DraftTree], rows: int) -> Tensor:
-        masks = original(trees, rows)
-        before = torch.arange(rows - 1)
-        return torch.cat((masks[:, :1], masks[:, 1:] | (1 << before)), 1)
+    def planned(*args: Any, **options: Any) -> Any:
+        made = original(*args, **options)
+        masks = made.ancestors
+        before = torch.arange(masks.shape[1] - 1)
+        return made._replace(ancestors=torch.cat((masks[:, :1], masks[:, 1:] | (1 << before)), 1))
 
-    patch.setattr(batch, "ancestor_bits", ancestors)
+    patch.setattr(step, "plan_trees", planned)
 
 
 def chunks_see_their_end(patch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,13 @@ def chunks_see_their_end(patch: pytest.MonkeyPatch) -> None:
 def commit_forgets_a_row(patch: pytest.MonkeyPatch) -> None:
     """Of a step's rows, the first stays in scratch."""
     original = step.commit_paths
-    patch.setattr(step, "commit_paths", lambda pool, a, b: original(pool, a[1:], b[1:]))
+
+    def commit(
+        pool: Any, slots: Any, indices: Any, lengths: Any, contexts: Any, pages: Any
+    ) -> None:
+        original(pool, slots, indices[:, 1:], lengths - 1, contexts + 1, pages)
+
+    patch.setattr(step, "commit_paths", commit)
 
 
 def noise_is_the_roots(patch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from kdtree_engine import LLM, SamplingParams
 from kdtree_engine.checkpoints import open_drafter
 from kdtree_engine.checkpoints.templates import Dims
 from kdtree_engine.checkpoints.write import write_model
-from kdtree_engine.drafter.base import DraftState, Observation
+from kdtree_engine.drafter.base import DraftStates
 from kdtree_engine.drafter.load import drafter_tensors, load_drafter
 from kdtree_engine.errors import CheckpointError, ConfigError, DrafterError, KDTreeError
-from kdtree_engine.types import DraftBlock
+from kdtree_engine.types import DraftBlock, DraftBlocks
 
 TOLERANCE = 1e-4
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -53,27 +52,27 @@ class Recorder:
     """Stands before a drafter and notes what passes."""
 
     inner: Any
-    asked: list[tuple[list[int], int]] = field(default_factory=list)  # tokens, context
+    asked: list[tuple[int, int]] = field(default_factory=list)  # root, context
     blocks: list[DraftBlock] = field(default_factory=list)
     taps: dict[int, Tensor] = field(default_factory=dict)  # by position
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def propose(self, states: Sequence[DraftState], candidates: int) -> list[DraftBlock]:
-        blocks: list[DraftBlock] = self.inner.propose(states, candidates)
-        for state, block in zip(states, blocks, strict=True):
-            self.asked.append((list(state.tokens), state.context))
-            self.blocks.append(block)
+    def propose(self, states: DraftStates, candidates: int) -> DraftBlocks:
+        blocks: DraftBlocks = self.inner.propose(states, candidates)
+        self.asked.append((int(states.roots), int(states.contexts)))
+        self.blocks.append(DraftBlock(blocks.tokens[0], blocks.log_probs[0]))
         return blocks
 
-    def observe(self, observations: Sequence[Observation]) -> None:
-        for one in observations:
-            assert one.taps is not None and len(one.taps) == len(one.slots)
-            for offset, row in enumerate(one.taps):
-                assert one.first + offset == len(self.taps), "each position once, in order"
-                self.taps[one.first + offset] = row.clone()
-        self.inner.observe(observations)
+    def observe(self, taps: Tensor, positions: Tensor, slots: Tensor) -> None:
+        spill = self.inner.pool.layout.spill_slot
+        for row, position, slot in zip(taps, positions.tolist(), slots.tolist(), strict=True):
+            if slot >= spill:
+                continue
+            assert position == len(self.taps), "each position once, in order"
+            self.taps[position] = row.clone()
+        self.inner.observe(taps, positions, slots)
 
 
 def make_folder(name: str, checkpoint: CheckpointMaker, tmp_path: Path) -> Path:
@@ -149,9 +148,9 @@ def test_drafts_equal_the_golden_drafter(
     recorder, text = record(folder)
     taps = golden_taps(folder, text)
     assert len(recorder.blocks) > 5
-    for (tokens, context), block in list(zip(recorder.asked, recorder.blocks, strict=True))[::3]:
-        assert tokens == text[: context + 1]
-        assert worst(block, golden_log_probs(folder, taps, tokens[-1], context)) < TOLERANCE
+    for (root, context), block in list(zip(recorder.asked, recorder.blocks, strict=True))[::3]:
+        assert root == text[context]
+        assert worst(block, golden_log_probs(folder, taps, root, context)) < TOLERANCE
 
 
 @BY_DRAFTER
@@ -172,9 +171,9 @@ def test_the_root_stands_in_slot_0(checkpoint: CheckpointMaker, tmp_path: Path) 
     folder = make_folder("full", checkpoint, tmp_path)
     recorder, text = record(folder)
     taps = golden_taps(folder, text)
-    (tokens, context), block = recorder.asked[0], recorder.blocks[0]
-    assert worst(block, golden_log_probs(folder, taps, tokens[-1], context)) < TOLERANCE
-    masked = golden_log_probs(folder, taps, tokens[-1], context, first_slot=158)
+    (root, context), block = recorder.asked[0], recorder.blocks[0]
+    assert worst(block, golden_log_probs(folder, taps, root, context)) < TOLERANCE
+    masked = golden_log_probs(folder, taps, root, context, first_slot=158)
     assert worst(block, masked) > 100 * TOLERANCE
 
 
@@ -183,9 +182,9 @@ def test_the_amplitude_is_a_setting(checkpoint: CheckpointMaker, tmp_path: Path)
     folder = make_folder("amplitude", checkpoint, tmp_path)
     recorder, text = record(folder)
     taps = golden_taps(folder, text)
-    (tokens, context), block = recorder.asked[0], recorder.blocks[0]
+    (root, context), block = recorder.asked[0], recorder.blocks[0]
     for amplitude, same in ((1.3, True), (1.0, False)):
-        want = golden_log_probs(folder, taps, tokens[-1], context, amplitude=amplitude)
+        want = golden_log_probs(folder, taps, root, context, amplitude=amplitude)
         assert (worst(block, want) < TOLERANCE) == same
     assert worst(block, want) > 0.01
 

@@ -7,7 +7,7 @@ and 18 in test_dflash.py, 16 in test_engine_requests.py, 17 and 19 also in cpu/t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from torch import Tensor
 from e2e.helpers import greedy, load, plain, prompt, replay, run, run_traced, sampled
 from kdtree_engine import LLM
 from kdtree_engine.checkpoints.templates import Dims
-from kdtree_engine.drafter.base import DraftState
+from kdtree_engine.drafter.base import DraftStates
 from kdtree_engine.drafter.replay import ReplayDrafter
 from kdtree_engine.engine import loop
-from kdtree_engine.types import DraftBlock, StepInputs, TargetOutput
+from kdtree_engine.types import DraftBlocks, SpanTable, StepInputs, TargetOutput
 
 DRAFTERS = ("ngram", "random", "dflash")
 
@@ -132,14 +132,15 @@ def test_siblings_share_a_position(folder: Path) -> None:
     run(llm, ids, greedy(40))
     siblings = 0
     for inputs in seen:
-        for span in inputs.spans:
-            positions = inputs.positions[span.first : span.first + span.count]
-            if span.ancestors is None:
-                assert positions.tolist() == list(range(span.context, span.context + span.count))
-                continue
-            ancestors = [bin(mask & (2**64 - 1)).count("1") for mask in span.ancestors.tolist()]
-            assert (positions - span.context + 1).tolist() == ancestors
-            siblings += span.count - len(set(ancestors))
+        assert isinstance(inputs.spans, SpanTable)
+        [context], masks = inputs.spans.contexts.tolist(), inputs.spans.ancestors
+        positions = inputs.positions
+        if masks is None:
+            assert positions.tolist() == list(range(context, context + len(positions)))
+            continue
+        ancestors = [bin(mask & (2**64 - 1)).count("1") for mask in masks[0].tolist()]
+        assert (positions - context + 1).tolist() == ancestors
+        siblings += len(positions) - len(set(ancestors))
     assert siblings > 20
 
 
@@ -206,27 +207,27 @@ def test_any_budget_with_any_block(
 
 def test_the_budget_does_not_widen_the_block(folder: Path) -> None:
     """Pain point 19: a larger budget must not change what is drafted, only how much of it."""
-    drafts: list[list[DraftBlock]] = []
+    drafts: list[list[DraftBlocks]] = []
     for nodes in (1, 4, 63):
         llm = load_with(folder, "dflash", tree_nodes=nodes)
-        made: list[DraftBlock] = []
+        made: list[DraftBlocks] = []
         propose = llm.engine.drafter.propose
 
         def noted(
-            states: Sequence[DraftState], candidates: int, propose: Any = propose, made: Any = made
-        ) -> list[DraftBlock]:
-            made += propose(states, candidates)
-            return made[-len(states) :]
+            states: DraftStates, candidates: int, propose: Any = propose, made: Any = made
+        ) -> DraftBlocks:
+            made.append(propose(states, candidates))
+            return made[-1]  # type: ignore[no-any-return]
 
         llm.engine.drafter.propose = noted  # type: ignore[method-assign]
-        run(llm, prompt(70), greedy(2))
+        run(llm, prompt(70), greedy(3))
         drafts.append(made)
     first = [made[0] for made in drafts]
     assert [block.horizon for block in first] == [7, 7, 7]
     for block in first[:2]:
-        width = block.tokens.shape[1]
-        assert torch.equal(block.tokens, first[2].tokens[:, :width])
-        assert torch.equal(block.log_probs, first[2].log_probs[:, :width])
+        width = block.tokens.shape[2]
+        assert torch.equal(block.tokens, first[2].tokens[:, :, :width])
+        assert torch.equal(block.log_probs, first[2].log_probs[:, :, :width])
 
 
 # -------------------------------------------------------------------- lengths and the warning

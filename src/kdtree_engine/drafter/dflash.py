@@ -60,8 +60,8 @@ class DFlashDrafter:
             states.pages,
         )
         masked = hidden[:, 1:].reshape(batch * config.horizon, -1)
-        # The target takes the largest of logits / T + noise(seed, position), so the best guess of it
-        # is found the same way.
+        # The target takes the largest of logits / T + noise(seed, position), so the best guess of
+        # it is found the same way.
         log_probs, ids = top_log_probs(
             linear(masked, self.target.head, torch.float32),
             candidates,

@@ -20,7 +20,8 @@ class Walk:
     indices: [B, L] int64, rows of the tree from the root on, then -1. lengths: [B]
     int64, rows accepted and tokens emitted; 0 for a request that had ended. emitted: [B, L] int64,
     the picks of those rows: the drafts accepted, then the target's own. roots: [B] int64, the last
-    token emitted, if there is one. broken: [B] bool, whether the path ended at logits that are not finite.
+    token emitted, if there is one. broken: [B] bool, whether the path ended before logits that are
+    not finite.
     """
 
     indices: Tensor
