@@ -39,7 +39,9 @@ _Key = tuple[int, int, bool]  # places, rows, whether a host drafter's blocks co
 
 @dataclass(frozen=True, eq=False)
 class Flight:
-    """A step that was launched. record: [B, W] int64 in host memory, filled once `ready`."""
+    """A step that was launched. record: [B, W] int64 in host memory, filled once `ready`. began:
+    when the host launched it.
+    """
 
     requests: tuple[Request, ...]
     rows: int
@@ -47,6 +49,7 @@ class Flight:
     ready: torch.cuda.Event | None
     logits: Tensor | None
     watch: Stopwatch
+    began: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +89,7 @@ class Runner:
         self._graphs: dict[_Key, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.captures else None
         self._launched = 0
+        self._landed = 0.0  # when the last step was collected
         self._ring: list[Tensor] = []
         if self._cuda:
             rows = parts.policy.nodes + 1
@@ -113,7 +117,7 @@ class Runner:
     def launch(self, requests: Sequence[Request], rows: int, blocks: DraftBlocks | None) -> None:
         """Start a step of `rows` rows a request. blocks: on the host, of `bucket` places."""
         assert self.in_flight < MOST_FLIGHTS
-        watch = Stopwatch()
+        watch, began = Stopwatch(), time.perf_counter()
         places, rows = self.bucket(len(requests), rows)
         numbers = [request.place for request in requests]
         numbers += [self._parts.state.dummy] * (places - len(numbers))
@@ -127,23 +131,26 @@ class Runner:
         logits = out.logits.clone() if self.keep_logits else None
         record, ready = out.record, None
         if self._cuda:
+            # Read when the step before the last has been collected: its place in the ring is free.
             ring = self._ring[self._launched % MOST_FLIGHTS]
             host = ring[: record.numel()].view(record.shape)
             record, ready = host.copy_(record, non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
         self._launched += 1
-        self._flights.append(Flight(tuple(requests), rows, record, ready, logits, watch))
+        self._flights.append(Flight(tuple(requests), rows, record, ready, logits, watch, began))
 
     def collect(self) -> Landing:
         """Wait for the oldest step."""
         flight = self._flights.popleft()
-        record = flight.record
+        record, seconds = flight.record, flight.watch.seconds
         if flight.ready is not None:
             flight.ready.synchronize()
-            record = record.clone()  # the ring's place is for the next step but one
-            flight.watch.lap("step")
+            record = record.clone()
+            now = time.perf_counter()
+            seconds = {"step": now - max(flight.began, self._landed)}
+            self._landed = now
         records = unpack(record[: len(flight.requests)], flight.rows)
-        return Landing(flight.requests, records, flight.rows, flight.logits, flight.watch.seconds)
+        return Landing(flight.requests, records, flight.rows, flight.logits, seconds)
 
     def _replay(self, key: _Key, places: Tensor, blocks: DraftBlocks | None) -> StepOutput:
         if key not in self._graphs:

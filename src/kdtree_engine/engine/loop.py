@@ -61,6 +61,7 @@ class Engine:
         self.state = DecodeState(pool.layout, target.config.max_positions, target.device)
         self.scheduler = Scheduler(pool.layout, config.prefill_chunk, self.state)
         self.runner = Runner(self, pool.layout.requests, config.eager)
+        self.lookahead = target.device.type == "cuda"  # a CPU would do no two steps at once
         self._ids = itertools.count()
         self._watched_steps = self._watched_tokens = 0
         self._warned = False
@@ -131,7 +132,7 @@ class Engine:
     @property
     def _ahead(self) -> bool:
         """Whether the next step can start before the host knows what this one did."""
-        return self.device.type == "cuda" and (self.drafter.on_device or not self._drafts)
+        return self.lookahead and (self.drafter.on_device or not self._drafts)
 
     @property
     def _drafts(self) -> bool:
@@ -179,7 +180,7 @@ class Engine:
         for index, (request, record) in enumerate(
             zip(landing.requests, landing.records, strict=True)
         ):
-            if request.place < 0:
+            if request.place < 0 or request.finish_reason is not None:
                 continue
             logits = landing.logits
             if logits is not None:
