@@ -34,7 +34,7 @@ def prompt_inputs(request: Request, count: int, state: DecodeState) -> StepInput
     prompt ends with it.
     """
     first, end = request.context, request.context + count
-    tokens = upload(request.tokens[first:end], torch.int64, state.device)
+    tokens = upload(torch.tensor(request.tokens[first:end]), state.device)
     positions = torch.arange(first, end, device=state.device)
     pages = state.pages(request.place)
     slots = pages[positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE

@@ -121,13 +121,11 @@ class Runner:
         places, rows = self.bucket(len(requests), rows)
         numbers = [request.place for request in requests]
         numbers += [self._parts.state.dummy] * (places - len(numbers))
-        index = upload(numbers, torch.int64, self._parts.device)
+        index = upload(torch.tensor(numbers), self._parts.device)
         if self.captures:
             out = self._replay((places, rows, blocks is not None), index, blocks)
         else:
-            if blocks is not None and self._cuda:
-                blocks = _moved(blocks, self._parts.device)
-            out = decode_step(self._parts, index, rows, blocks, watch)
+            out = decode_step(self._parts, index, rows, self._moved(blocks), watch)
         logits = out.logits.clone() if self.keep_logits else None
         record, ready = out.record, None
         if self._cuda:
@@ -158,10 +156,10 @@ class Runner:
                 self._graphs[key] = self._capture(key, blocks)
                 meter.advance(1)
         captured = self._graphs[key]
-        captured.places.copy_(places, non_blocking=True)
+        captured.places.copy_(places)
         if blocks is not None and captured.blocks is not None:
-            captured.blocks.tokens.copy_(blocks.tokens.pin_memory(), non_blocking=True)
-            captured.blocks.log_probs.copy_(blocks.log_probs.pin_memory(), non_blocking=True)
+            captured.blocks.tokens.copy_(upload(blocks.tokens, self._parts.device))
+            captured.blocks.log_probs.copy_(upload(blocks.log_probs, self._parts.device))
         captured.graph.replay()
         return captured.out
 
@@ -174,7 +172,7 @@ class Runner:
         began = time.perf_counter()
         parts, (count, rows, _) = self._parts, key
         places = torch.full((count,), parts.state.dummy, dtype=torch.int64, device=parts.device)
-        blocks = None if like is None else _moved(like, parts.device)
+        blocks = self._moved(like)
         side = torch.cuda.Stream(parts.device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(parts.device))
         with torch.cuda.stream(side):
@@ -191,6 +189,9 @@ class Runner:
         )
         return _Captured(graph, places, blocks, out)
 
-
-def _moved(blocks: DraftBlocks, device: torch.device) -> DraftBlocks:
-    return DraftBlocks(blocks.tokens.to(device), blocks.log_probs.to(device))
+    def _moved(self, blocks: DraftBlocks | None) -> DraftBlocks | None:
+        """A host drafter's blocks on the device."""
+        if blocks is None:
+            return None
+        device = self._parts.device
+        return DraftBlocks(upload(blocks.tokens, device), upload(blocks.log_probs, device))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,7 +78,9 @@ class DecodeState:
         """Write a request's table and settings; it has all the pages it will ever use."""
         state, place = self._all, request.place
         count = len(request.pages)
-        state.pages[place, :count] = upload(request.pages, torch.int32, self.device)
+        state.pages[place, :count] = upload(
+            torch.tensor(request.pages, dtype=torch.int32), self.device
+        )
         state.pages[place, count:] = self._spill_page
         temperature, top_k, top_p, min_p = request.params.filters
         state.seed[place] = seed_word(request.seed)
@@ -115,9 +116,8 @@ class DecodeState:
         state.remaining.index_copy_(0, places, old.remaining - moved)
 
 
-def upload(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def upload(host: Tensor, device: torch.device) -> Tensor:
     """Host values on the device, in the stream's order and without waiting for it."""
-    host = torch.tensor(values, dtype=dtype)
     if device.type != "cuda":
         return host
     return host.pin_memory().to(device, non_blocking=True)
