@@ -165,6 +165,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+@torch.inference_mode()
 def main(arguments: list[str] | None = None) -> int:
     """Exit code: 1 if a variant was wrong or raised, or the run is void."""
     options = parse(arguments)
