@@ -7,19 +7,15 @@ can be watched. tests/gpu/test_graphs.py does the same with captured steps.
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from checkpoint_tools import CheckpointMaker
 
 from e2e.helpers import finish, greedy, load, plain, prompt, run, sampled
+from e2e.pretend import Pretend
 from kdtree_engine import LLM
 from kdtree_engine.drafter.base import DraftStates
-from kdtree_engine.engine import graphs
-from kdtree_engine.engine.graphs import Runner
-from kdtree_engine.engine.step import StepOutput, Stopwatch, decode_step
 from kdtree_engine.types import DraftBlocks
 
 
@@ -44,29 +40,6 @@ class Oracle:
 
     def reset(self, request: int) -> None:
         pass
-
-
-class Pretend(Runner):
-    """Captures on a CPU: a "graph" does the step again on the tensors it was made with, and leaves
-    its results in the same memory.
-    """
-
-    def _capture(self, key: Any, like: DraftBlocks | None) -> Any:
-        count, rows, _ = key
-        places = torch.full((count,), self._parts.state.dummy)
-        blocks = None if like is None else DraftBlocks(like.tokens.clone(), like.log_probs.clone())
-
-        def step() -> StepOutput:
-            return decode_step(self._parts, places, rows, blocks, Stopwatch())
-
-        out = step()
-
-        def replay() -> None:
-            again = step()
-            out.record.copy_(again.record)
-            out.logits.copy_(again.logits)
-
-        return graphs._Captured(SimpleNamespace(replay=replay), places, blocks, out)  # type: ignore[arg-type]
 
 
 def ahead(folder: Path, drafter: object, **options: object) -> LLM:

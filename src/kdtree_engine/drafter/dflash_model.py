@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kdtree_engine.config import DrafterConfig
 from kdtree_engine.kernels.dflash_attention import dflash_attention, dflash_attention_paged
-from kdtree_engine.kernels.linear import ColumnBlocks, DenseWeight, linear
+from kdtree_engine.kernels.linear import ColumnBlocks, DenseWeight, linear, product
 from kdtree_engine.kernels.rope import Angles, RopeTable, rotate_half
 from kdtree_engine.model.layers import GatedMLP, Norm
 
@@ -124,9 +124,11 @@ class DFlashModel:
         config = self.config
         batch, length, width = x.shape
         angles = self.rope.at(positions.flatten()).over_heads()
-        rows = x.reshape(-1, width)
+        rows = x.reshape(-1, width).contiguous()
+        normed = self.layers[0].input_norm(rows)
+        # As in the target, every addition is one operator with the norm that follows it.
+        following = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for index, (layer, kind) in enumerate(zip(self.layers, config.layer_types, strict=True)):
-            normed = layer.input_norm(rows)
             query = linear(normed, layer.query).view(-1, config.num_heads, config.head_dim)
             query = rotate_half(layer.query_norm(query), angles)
             key, value = layer.keys_values(normed, config, angles)
@@ -134,9 +136,10 @@ class DFlashModel:
                 torch.unflatten(part, 0, (batch, length)) for part in (query, key, value)
             )
             mixed = attend(index, query, (key, value), kind == "sliding_attention")
-            rows = rows + linear(mixed.reshape(batch * length, -1), layer.output)
-            rows = rows + layer.mlp(layer.mlp_norm(rows))
-        return self.norm(rows).view(batch, length, width)
+            output = product(mixed.reshape(batch * length, -1), layer.output)
+            rows, normed = layer.mlp_norm.after(output, rows)
+            rows, normed = layer.mlp.add(normed, rows, following[index])
+        return normed.view(batch, length, width)
 
     def visible(self, places: BlockPositions, sliding: bool) -> Tensor:
         """[B, L, S + L] bool. A row sees the context strictly before its root and its own block.
