@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -16,18 +15,19 @@ from torch import Tensor
 
 from kdtree_engine.kernels import router
 from kdtree_engine.kernels.experts import (
+    NORM_WARPS,
+    DownTuning,
     ExpertOutputs,
     PackedExperts,
-    TiledWeight,
-    Tuning,
+    UpTuning,
     _launch_down,
     _launch_up,
     combine_add_norm,
+    down_tuning,
     random_packed_experts,
-    split_up,
-    tuning,
+    up_tuning,
 )
-from kdtree_engine.kernels.experts.packing import DOWN_ROWS, UP_ROWS, unpack_expert
+from kdtree_engine.kernels.experts.packing import unpack_expert
 from kdtree_engine.kernels.router import RouterSettings, Routing
 from kdtree_engine.kernels.router.reference import route
 from kdtree_engine.kernels.swiglu.reference import swiglu
@@ -37,9 +37,9 @@ BF16 = torch.bfloat16
 EXPERTS, HIDDEN, INNER, TOP_K, SHARED = 384, 7168, 256, 8, 256
 SETTINGS = RouterSettings(TOP_K, 1, 1, True, 2.827)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-TILE_ROWS = (128, 64)
+TOKENS = 8  # of a block, at all these row counts
 LAYERS = 4
-PARTS = 4  # of the dense product before the router
+PARTS = 8  # of the dense product before the router
 CUDA = torch.device("cuda")
 
 
@@ -76,44 +76,6 @@ def wanted_down(inputs: Inputs, packed: PackedExperts) -> Tensor:
     return out
 
 
-def retiled(weight: TiledWeight, rows: int) -> TiledWeight:
-    """The same weight in tiles of `rows`, which divide the present ones."""
-    tiles = weight.weight
-    experts, count, blocks, present, words = tiles.shape
-    share = present // rows
-    tiles = tiles.view(experts, count, blocks, share, rows, words).transpose(2, 3)
-    tiles = tiles.reshape(experts, count * share, blocks, rows, words)
-    scale = weight.scale
-    if scale is not None:
-        scale = scale.view(experts, count, -1, share, rows).transpose(2, 3)
-        scale = scale.reshape(experts, count * share, -1, rows)
-    return replace(weight, weight=tiles, scale=scale)
-
-
-def all_retiled(packed: PackedExperts, rows: int) -> PackedExperts:
-    """`retiled`, every weight."""
-    assert packed.shared_down is not None
-    return replace(
-        packed,
-        up=retiled(packed.up, rows),
-        down=retiled(packed.down, rows),
-        shared_down=retiled(packed.shared_down, rows),
-    )
-
-
-def make_layers() -> dict[int, list[PackedExperts]]:
-    """By tile height; both hold the same values."""
-    highest, *others = TILE_ROWS
-    layers = {
-        highest: [
-            random_packed_experts(EXPERTS, HIDDEN, INNER, SHARED, CUDA) for _ in range(LAYERS)
-        ]
-    }
-    for rows in others:
-        layers[rows] = [all_retiled(packed, rows) for packed in layers[highest]]
-    return layers
-
-
 class Judge:
     """Compares an operator's result with the reference and with the first variant's bits."""
 
@@ -132,120 +94,144 @@ class Judge:
         return None if torch.equal(got, self.first) else "other bits than the first variant"
 
 
-def candidates(tile_rows: int, chosen: Tuning) -> list[Tuning]:
+def up_ways(rows: int, chosen: UpTuning) -> list[UpTuning]:
     """The chosen launch first."""
-    narrow = tile_rows // 64
-    ways = [Tuning(narrow, stages) for stages in (1, 2, 3, 4, 5)] + [Tuning(2 * narrow, 4)]
+    if rows <= 8:
+        cuts = ((16, 3), (16, 4), (32, 3), (32, 4), (32, 5), (64, 3))
+        ways = [UpTuning(height, 0, stages, joint=True) for height, stages in cuts]
+        ways.append(UpTuning(64, 1, 4))
+    else:
+        ways = [UpTuning(64, 1, stages) for stages in (4, 5, 6)]
+        ways += [UpTuning(128, 2, stages) for stages in (4, 5)]
+        ways += [UpTuning(height, 0, 3, joint=True) for height in (32, 64)]
     return list(dict.fromkeys([chosen, *ways]))
 
 
-def name_of(part: str, rows: int, tile_rows: int, split: bool, how: Tuning, chosen: bool) -> str:
-    kind = "split" if split else "whole"
-    best = "chosen " if chosen else ""
-    return f"{part} R={rows} {best}[N={tile_rows} {kind} {how.warps} warps {how.stages} stages]"
+def down_ways(rows: int, chosen: DownTuning) -> list[DownTuning]:
+    """The chosen launch first."""
+    ways = [DownTuning(128, 2, 3), DownTuning(64, 1, 3), DownTuning(128, 2, 3, 4)]
+    ways += [DownTuning(128, 2, 3, pieces, True) for pieces in (2, 4, 8)]
+    ways += [DownTuning(64, 1, 3, 4, True), DownTuning(64, 1, 4, 8, True)]
+    if rows <= 4:
+        ways += [DownTuning(64, 1, 5), DownTuning(64, 1, 3, 2, True)]
+    else:
+        ways += [DownTuning(128, 2, 2, 4, True), DownTuning(128, 2, 4, 4, True)]
+    ways = [how._replace(shared_tokens=chosen.shared_tokens) for how in ways]
+    ways += [chosen._replace(shared_rows=64), chosen._replace(shared_tokens=8)]
+    return list(dict.fromkeys([chosen, *ways]))
 
 
-def up_variants(
-    inputs: Inputs, tile_rows: int, layers: list[PackedExperts], judge: Judge
-) -> Iterator[Variant]:
-    """Checked through down, which adds up and gates the parts of a split."""
+def up_variants(inputs: Inputs, layers: list[PackedExperts], judge: Judge) -> Iterator[Variant]:
+    """Checked through down. Four segments, for comparison, have other bits than eight."""
     x, routing = inputs.x, inputs.routing
     rows = x.shape[0]
-    chosen, is_split = tuning(layers[0].up, 8), split_up(rows * TOP_K, layers[0], CUDA)
-    for split, how in product((False, True) if rows <= 8 else (False,),
-                              candidates(tile_rows, chosen)):  # fmt: skip
+    slots = rows * TOP_K
+    chosen = up_tuning(layers[0], slots, TOKENS, x)
+    four = [replace(layer, segments=4) for layer in layers]
+    cases = [(how, layers, judge) for how in up_ways(rows, chosen)]
+    if rows <= 8:
+        apart = Judge(judge.wanted)
+        ways = (UpTuning(32, 0, 4, joint=True), UpTuning(64, 0, 4, joint=True))
+        cases += [(how, four, apart) for how in ways]
+    moved = inputs.distinct * 2 * INNER * HIDDEN * 0.5625
+    flops = 4.0 * rows * TOP_K * INNER * HIDDEN
+    for how, own, own_judge in cases:
 
-        def run(layer: int, split: bool = split, how: Tuning = how) -> Tensor:
-            return _launch_up(x, routing, layers[layer], split, how)
+        def run(layer: int, how: UpTuning = how, own: list[PackedExperts] = own) -> Tensor:
+            return _launch_up(x, routing, own[layer], how)
 
-        def check(run: Callable[[int], Tensor] = run, split: bool = split) -> str | None:
-            way = tuning(layers[0].down, 8, parts=split)
-            return judge(_launch_down(run(0), x, routing, layers[0], way).down_out)
+        def check(run: Callable[[int], Tensor] = run, own_judge: Judge = own_judge) -> str | None:
+            way = down_tuning(layers[0], rows, slots, TOKENS)
+            return own_judge(_launch_down(run(0), x, routing, layers[0], way).down_out)
 
-        best = tile_rows == UP_ROWS and how == chosen and split == is_split
-        moved = inputs.distinct * 2 * INNER * HIDDEN * 0.5625
-        flops = 4.0 * rows * TOP_K * INNER * HIDDEN
-        name = name_of("up", rows, tile_rows, split, how, best)
+        kind = f"joint of {own[0].segments}" if how.joint else f"whole {how.warps} warps"
+        best = "chosen " if how == chosen and own is layers else ""
+        name = f"up R={rows} {best}[{how.rows} rows {kind} {how.stages} stages]"
         yield Variant(name, run, check, LAYERS, moved, flops)
 
 
-def down_variants(
-    inputs: Inputs, tile_rows: int, layers: list[PackedExperts], judge: Judge
-) -> Iterator[Variant]:
-    """From h and from parts, with the shared expert's product in the same launch."""
+def down_variants(inputs: Inputs, layers: list[PackedExperts], judge: Judge) -> Iterator[Variant]:
+    """With the shared expert's product in the same launch."""
     x, routing = inputs.x, inputs.routing
     rows = x.shape[0]
-    is_split = split_up(rows * TOP_K, layers[0], CUDA)
-    for split in (False, True) if rows <= 8 else (False,):
-        inner = _launch_up(x, routing, layers[0], split, tuning(layers[0].up, 8))
-        chosen = tuning(layers[0].down, 8, parts=split)
-        for how in candidates(tile_rows, chosen):
-            if split and how.stages > 3:
-                continue  # more shared memory than a block may have
+    inner = _launch_up(x, routing, layers[0], up_tuning(layers[0], rows * TOP_K, TOKENS, x))
+    chosen = down_tuning(layers[0], rows, rows * TOP_K, TOKENS)
+    assert routing.shared is not None and layers[0].shared_down is not None
+    weight = unpack_expert(layers[0].shared_down, 0, False).double()
+    shared_judge = Judge(routing.shared.double() @ weight.T, 1e-4)
+    moved = inputs.distinct * INNER * HIDDEN * 0.5625 + 2.0 * SHARED * HIDDEN
+    flops = 2.0 * rows * HIDDEN * (TOP_K * INNER + SHARED)
+    for how in down_ways(rows, chosen):
 
-            def run(layer: int, how: Tuning = how, inner: Tensor = inner) -> ExpertOutputs:
-                return _launch_down(inner, x, routing, layers[layer], how)
+        def run(layer: int, how: DownTuning = how) -> ExpertOutputs:
+            return _launch_down(inner, x, routing, layers[layer], how)
 
-            def check(run: Callable[[int], ExpertOutputs] = run) -> str | None:
-                return judge(run(0).down_out)
+        def check(run: Callable[[int], ExpertOutputs] = run) -> str | None:
+            out = run(0)
+            assert out.shared_out is not None
+            return judge(out.down_out) or shared_judge(out.shared_out)
 
-            best = tile_rows == DOWN_ROWS and how == chosen and split == is_split
-            moved = inputs.distinct * INNER * HIDDEN * 0.5625 + 2.0 * SHARED * HIDDEN
-            flops = 2.0 * rows * HIDDEN * (TOP_K * INNER + SHARED)
-            name = name_of("down", rows, tile_rows, split, how, best)
-            yield Variant(name, run, check, LAYERS, moved, flops)
+        best = "chosen " if how == chosen else ""
+        cut = f"{how.pieces} x {how.rows} rows{' held' if how.held else ''}"
+        launch = (
+            f"{how.warps} warps {how.stages} stages shared {how.shared_rows} x {how.shared_tokens}"
+        )
+        name = f"down R={rows} {best}[{cut} {launch}]"
+        yield Variant(name, run, check, LAYERS, moved, flops)
 
 
 def route_variants(inputs: Inputs) -> Iterator[Variant]:
-    """Router and grouping: one launch for all rows, or two; several warps."""
+    """Router, and grouping where there is more than one row; several warps a row."""
     parts, bias = inputs.parts, inputs.bias
     rows, logits = parts.shape[1], parts.sum(0)[:, :EXPERTS]
     wanted = route(logits, bias, SETTINGS)[1].double()
     judge = Judge(wanted, 1e-4)
-    ways = [(False, warps) for warps in (1, 2, 4)]
-    if rows <= router.FUSED_ROWS:
-        ways += [(True, warps) for warps in (1, 4, 8, 16)]
-    for fused, warps in ways:
+    for warps in (1, 2, 4):
 
-        def run(_: int, fused: bool = fused, warps: int = warps) -> Routing:
-            out = router._launch_route(parts, bias, SETTINGS, SHARED, BF16, 8, fused, warps)
-            if fused:
+        def run(_: int, warps: int = warps) -> Routing:
+            out = router._launch_route(parts, bias, SETTINGS, SHARED, BF16, TOKENS, warps)
+            if rows == 1:
                 return out
-            return out._replace(blocks=router.group_choices(out.experts, EXPERTS, 8))
+            return out._replace(blocks=router.group_choices(out.experts, EXPERTS, TOKENS))
 
         def check(run: Callable[[int], Routing] = run) -> str | None:
             return judge(run(0).weights)
 
-        chosen = (fused, warps) == (rows <= router.FUSED_ROWS, router.route_warps(rows))
-        launches = "one launch" if fused else "two launches"
-        name = f"route R={rows} {'chosen ' if chosen else ''}[{launches} {warps} warps]"
+        chosen = "chosen " if warps == router.ROUTE_WARPS else ""
+        name = f"route R={rows} {chosen}[{warps} warps]"
         yield Variant(name, run, check, LAYERS, 4.0 * parts.numel())
 
 
-def combine_variant(inputs: Inputs) -> Variant:
-    """The weighted sum with the residual and the next norm."""
+def combine_variants(inputs: Inputs) -> Iterator[Variant]:
+    """The weighted sum with the residual and the next norm; the warps change the norm's bits."""
     rows, weights = inputs.x.shape[0], inputs.routing.weights
     down = torch.randn(LAYERS, rows * TOP_K, HIDDEN, device=CUDA).to(BF16)
     shared = torch.randn(LAYERS, rows, HIDDEN, device=CUDA)
     norm = torch.ones(HIDDEN, device=CUDA, dtype=BF16)
     mixed = (down[0].view(rows, TOP_K, -1).double() * weights.double()[..., None]).sum(1)
     judge = Judge(inputs.x.double() + mixed + shared[0].double())
-
-    def run(layer: int) -> tuple[Tensor, Tensor]:
-        return combine_add_norm(down[layer], weights, shared[layer], inputs.x, norm, 1e-5)
-
     moved = rows * HIDDEN * (2.0 * TOP_K + 4 + 2 + 2 + 2)
-    return Variant(f"combine R={rows}", run, lambda: judge(run(0)[0]), LAYERS, moved)
+    for warps in (8, 16, 32):
+
+        def run(layer: int, warps: int = warps) -> tuple[Tensor, Tensor]:
+            own = down[layer], weights, shared[layer], inputs.x
+            return combine_add_norm(*own, norm, 1e-5, warps)
+
+        def check(run: Callable[[int], tuple[Tensor, Tensor]] = run) -> str | None:
+            return judge(run(0)[0])
+
+        chosen = "chosen " if warps == NORM_WARPS else ""
+        name = f"combine R={rows} {chosen}[{warps} warps]"
+        yield Variant(name, run, check, LAYERS, moved)
 
 
 def variants() -> Iterator[Variant]:
     """Everything, row count by row count."""
-    layers = make_layers()
+    layers = [random_packed_experts(EXPERTS, HIDDEN, INNER, SHARED, CUDA) for _ in range(LAYERS)]
     for rows in ROWS:
         inputs = make_inputs(rows)
-        judge = Judge(wanted_down(inputs, layers[TILE_ROWS[0]][0]))
+        judge = Judge(wanted_down(inputs, layers[0]))
         yield from route_variants(inputs)
-        for tile_rows in TILE_ROWS:
-            yield from up_variants(inputs, tile_rows, layers[tile_rows], judge)
-            yield from down_variants(inputs, tile_rows, layers[tile_rows], judge)
-        yield combine_variant(inputs)
+        yield from up_variants(inputs, layers, judge)
+        yield from down_variants(inputs, layers, judge)
+        yield from combine_variants(inputs)

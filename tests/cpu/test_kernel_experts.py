@@ -12,9 +12,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from kdtree_engine.kernels.experts import (
+    DownTuning,
     ExpertOutputs,
     PackedExperts,
-    Tuning,
+    UpTuning,
     _launch_down,
     _launch_up,
     combine_add_norm,
@@ -130,7 +131,7 @@ def test_random_experts_have_the_layout_of_packed_ones() -> None:
 
 
 def test_segments_follow_the_width_alone() -> None:
-    assert [segments_of(k) for k in (256, 2047, 2048, 7168)] == [1, 1, 2, 4]
+    assert [segments_of(k) for k in (256, 1023, 1024, 2304, 7168)] == [1, 1, 2, 4, 8]
 
 
 @pytest.mark.parametrize("quantised", [True, False])
@@ -162,25 +163,30 @@ def test_experts_with_more_slots_than_a_block(tokens) -> None:
     check(expert_mlp(x, routing, layer.packed), x, routing, layer, 1e-6)
 
 
-@pytest.mark.parametrize("segments", [2, 4])
-def test_split_and_whole_sums_are_the_same_bits(segments) -> None:
-    # 7 blocks of inputs: the last segment is shorter than the others.
-    layer = make_layer(3, 896, 32, 0, tiles=(64, 128))
+@pytest.mark.parametrize(
+    ("segments", "quantised"), [(2, True), (8, True), (1, False), (4, False), (8, False)]
+)
+def test_every_cut_of_the_products_gives_the_same_bits(segments, quantised) -> None:
+    # 7 blocks of inputs (28 where dense): the last segment is shorter than the others, or missing.
+    layer = make_layer(3, 896, 32, 32, quantised, tiles=(64, 128))
     packed = replace(layer.packed, segments=segments)
-    routing = routing_of(choices(2, 3, 1), 3, 0, 8)
+    routing = routing_of(choices(2, 3, 1), 3, 32, 8)
     x = randn(2, 896, seed=4)
-    how = Tuning(1, 2)
-    results = []
-    for split in (False, True):
-        inner = _launch_up(x, routing, packed, split, how)
-        results.append(_launch_down(inner, x, routing, packed, how))
-    whole, parts = results
-    assert torch.equal(whole.down_out, parts.down_out)
+    first = _launch_up(x, routing, packed, UpTuning(64, 1, 2))
+    for rows, joint in ((64, True), (16, False), (16, True)):
+        h = _launch_up(x, routing, packed, UpTuning(rows, 1, 2, joint))
+        assert torch.equal(h, first), (rows, joint)
+    other = _launch_up(x, routing, replace(packed, segments=3 - min(2, segments)),
+                       UpTuning(64, 1, 2))  # fmt: skip
+    assert not torch.equal(other, first)  # the segments do matter
+    whole = _launch_down(first, x, routing, packed, DownTuning(128, 1, 2))
     check(whole, x, routing, layer, 1e-6)
-    other = _launch_down(
-        _launch_up(x, routing, layer.packed, False, how), x, routing, packed, how
-    )
-    assert not torch.equal(other.down_out, whole.down_out)  # the segments do matter
+    assert whole.shared_out is not None
+    for cut in ((64, 1, 2, 3, False, 128, 8), (32, 1, 2, 40, True, 64, 8)):
+        how = DownTuning(*cut)
+        out = _launch_down(first, x, routing, packed, how)
+        assert torch.equal(out.down_out, whole.down_out), how
+        assert out.shared_out is not None and torch.equal(out.shared_out, whole.shared_out), how
 
 
 def test_a_rows_bits_do_not_depend_on_the_rows() -> None:

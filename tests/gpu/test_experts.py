@@ -10,16 +10,18 @@ from torch import Tensor
 
 from kdtree_engine.kernels import router
 from kdtree_engine.kernels.experts import (
+    DownTuning,
     ExpertOutputs,
     PackedExperts,
-    Tuning,
+    UpTuning,
     _launch_down,
     _launch_up,
     combine_add_norm,
+    down_tuning,
     expert_mlp,
     pack_experts,
     random_packed_experts,
-    tuning,
+    up_tuning,
 )
 from kdtree_engine.kernels.experts.packing import unpack_expert
 from kdtree_engine.kernels.int4 import dequantise, quantise
@@ -47,9 +49,9 @@ def near(got: Tensor, wanted: Tensor, most: float) -> None:
 
 @pytest.fixture(scope="module")
 def packed() -> PackedExperts:
-    """Two segments of 9 blocks of inputs."""
+    """Four segments of 18 blocks of inputs: the last is shorter than the others."""
     made = random_packed_experts(EXPERTS, HIDDEN, INNER, SHARED, CUDA)
-    assert made.segments == 2
+    assert made.segments == 4
     return made
 
 
@@ -117,26 +119,27 @@ def test_rows_have_the_same_bits_in_any_company(packed: PackedExperts) -> None:
 
 
 def test_launches_agree_to_the_bit(packed: PackedExperts) -> None:
-    """Split or not, by PTX or plainly, blocks of 8 to 64 slots, any warps and stages."""
+    """Segments side by side or in turn, by PTX or plainly, blocks of 8 to 64 slots, any tiles."""
     x, routing = normal(70, HIDDEN), random_routing(random_choices(70))
     first = expert_mlp(x, routing, packed)
     ways = [
-        (8, split, Tuning(warps, stages, shared, ptx))
-        for split, warps, stages, shared, ptx in (
-            (True, 2, 2, 4, True),
-            (True, 4, 1, 2, False),
-            (False, 2, 3, 3, False),
-            (False, 4, 2, 1, True),
-        )
+        (8, UpTuning(16, 0, 4, joint=True), DownTuning(128, 2, 2, 3, True, 16, 8, 3)),
+        (8, UpTuning(32, 0, 3, joint=True, ptx=False), DownTuning(64, 1, 3, 8, True, 64, 32, 2)),
+        (8, UpTuning(64, 0, 2, joint=True), DownTuning(32, 1, 1, 5, False, 128, 16, 1)),
+        (8, UpTuning(128, 2, 3), DownTuning(128, 4, 4, 2, False, ptx=False)),
+        (16, UpTuning(32, 0, 3, joint=True), DownTuning(128, 2, 3, 1, True)),
     ]
-    ways += [(tokens, False, tuning(packed.up, tokens)) for tokens in (16, 32, 64)]
-    for tokens, split, how in ways:
+    ways += [
+        (tokens, up_tuning(packed, 10**6, tokens, x), down_tuning(packed, 70, 10**6, tokens))
+        for tokens in (8, 16, 32, 64)
+    ]
+    for tokens, up, down in ways:
         grouped = with_blocks(routing, EXPERTS, tokens)
-        inner = _launch_up(x, grouped, packed, split, how)
-        out = _launch_down(inner, x, grouped, packed, how)
-        assert torch.equal(out.down_out, first.down_out), (tokens, split, how)
+        inner = _launch_up(x, grouped, packed, up)
+        out = _launch_down(inner, x, grouped, packed, down)
+        assert torch.equal(out.down_out, first.down_out), (tokens, up, down)
         assert out.shared_out is not None and first.shared_out is not None
-        assert torch.equal(out.shared_out, first.shared_out), (tokens, split, how)
+        assert torch.equal(out.shared_out, first.shared_out), (tokens, up, down)
     other = replace(packed, segments=1)
     assert not torch.equal(expert_mlp(x, routing, other).down_out, first.down_out)
 
@@ -234,9 +237,7 @@ def test_a_graph_replays_new_rows_and_choices(packed: PackedExperts, rows: int) 
     def step() -> tuple[Tensor, Tensor]:
         routing = router.route_rows(parts, bias, settings, SHARED)
         out = expert_mlp(x, routing, packed)
-        return combine_add_norm(
-            out.down_out, routing.weights, out.shared_out, residual, norm, 1e-5
-        )
+        return combine_add_norm(out.down_out, routing.weights, out.shared_out, residual, norm, 1e-5)
 
     step()
     torch.cuda.synchronize()

@@ -21,20 +21,39 @@ from kdtree_engine.kernels.experts.reference import ExpertWeights, routed_expert
 from kdtree_engine.kernels.launch import launch_options, multiprocessors, precise
 from kdtree_engine.kernels.router import Blocks, Routing
 
-NORM_WARPS = 8
+NORM_WARPS = 16
 """Warps of a row's combination, at any number of rows: the sum in its norm depends on them."""
 
 
-class Tuning(NamedTuple):
-    """How a product is launched; no result depends on it.
+class UpTuning(NamedTuple):
+    """How up is launched; no result depends on it.
 
-    stages: blocks of weights in flight; shared_stages: the same for the shared expert's part of
-    down. ptx: unpack INT4 by inline PTX, where there is a device to run it.
+    rows: of a stored tile, a program. joint: all segments side by side, a warp each (`warps` is not
+    read then). stages: blocks of weights in flight, and one. ptx: unpack INT4 by inline PTX, where
+    there is a device to run it.
     """
 
+    rows: int
     warps: int
     stages: int
-    shared_stages: int = 4
+    joint: bool = False
+    ptx: bool = True
+
+
+class DownTuning(NamedTuple):
+    """The same of down. shared_*: the shared expert's programs.
+
+    pieces: times `rows` that a program takes. held: the inputs are loaded once for all of them.
+    """
+
+    rows: int
+    warps: int
+    stages: int
+    pieces: int = 1
+    held: bool = False
+    shared_rows: int = 32
+    shared_tokens: int = 8
+    shared_stages: int = 5
     ptx: bool = True
 
 
@@ -50,42 +69,68 @@ def expert_mlp(x: Tensor, routing: Routing, packed: PackedExperts) -> ExpertOutp
 
     Two launches. A row's results do not depend on the other rows.
     """
-    tokens = routing.blocks.slots.shape[1]
-    split = split_up(x.shape[0] * routing.experts.shape[1], packed, x.device)
-    inner = _launch_up(x, routing, packed, split, tuning(packed.up, tokens))
-    return _launch_down(inner, x, routing, packed, tuning(packed.down, tokens, parts=split))
+    slots, tokens = routing.experts.numel(), routing.blocks.slots.shape[1]
+    inner = _launch_up(x, routing, packed, up_tuning(packed, slots, tokens, x))
+    return _launch_down(inner, x, routing, packed, down_tuning(packed, len(x), slots, tokens))
 
 
-def split_up(slots: int, packed: PackedExperts, device: torch.device) -> bool:
-    """Whether up's segments are programs of their own: where else the device would not be full."""
-    programs = slots * packed.up.weight.shape[1]
-    return packed.segments > 1 and programs < multiprocessors(device)
+def up_tuning(packed: PackedExperts, slots: int, tokens: int, x: Tensor) -> UpTuning:
+    """For `slots` choices in blocks of `tokens`.
 
-
-def tuning(weight: TiledWeight, tokens: int, parts: bool = False) -> Tuning:
-    """Warps and stages for blocks of `tokens` slots: 64 weight rows a warp while they are narrow.
-
-    Wide blocks need the registers of more warps, and the shared memory of their tokens. A stage of
-    `parts` holds 32 KB of float32: more than two would leave one block an SM, and none on sm_120.
+    Few blocks take all segments at once, in programs so small that every SM has one. Many run one
+    warp for 64 rows of weights; wide blocks need the registers of more warps, and the shared memory
+    of their tokens.
     """
-    warps = max(1, weight.tile_rows // 64)
-    if tokens <= 16:
-        return Tuning(warps, 2 if parts else 4)
-    if tokens == 32:
-        return Tuning(max(4, warps), 3)
-    return Tuning(max(8, warps), 2)
+    height = packed.up.tile_rows
+    if tokens == 8 and slots < 128 and packed.segments > 1 and not precise(x):
+        programs = slots * packed.up.weight.shape[1] * (height // min(height, 32))
+        if programs < multiprocessors(x.device):
+            return UpTuning(min(height, 16), 0, 4, joint=True)
+        return UpTuning(min(height, 32), 0, 3, joint=True)
+    if tokens == 8:
+        return UpTuning(min(height, 64), 1, 5 if slots <= 256 else 4)
+    warps, stages = _wide(height, tokens)
+    return UpTuning(height, warps, stages)
 
 
-def _weight_options(weight: TiledWeight, x: Tensor, how: Tuning) -> dict[str, Any]:
+def down_tuning(packed: PackedExperts, rows: int, slots: int, tokens: int) -> DownTuning:
+    """The same for down; the more programs there are, the more each takes.
+
+    The shared expert's weights are read from the L2 again for every `shared_tokens` rows.
+    """
+    height = packed.down.tile_rows
+    shared = min(height, 32), max(tokens, min(64, 1 << (rows - 1).bit_length()))
+    # More inputs, or dense weights, would not fit into the shared memory of many programs.
+    held = packed.down.scale is not None and packed.down.columns <= 256
+    if tokens == 8 and slots <= 16:
+        return DownTuning(min(height, 64), 1, 3, 1, False, *shared)
+    if tokens == 8:
+        pieces = 2 if slots <= 64 else 4
+        return DownTuning(height, max(1, height // 64), 3, pieces, held, *shared)
+    warps, stages = _wide(height, tokens)
+    if tokens == 16:
+        return DownTuning(height, warps, 3, 4, held, *shared, 3)
+    return DownTuning(height, warps, stages, 1, False, *shared, 3)
+
+
+def _wide(height: int, tokens: int) -> tuple[int, int]:
+    """Warps and stages for blocks of more than 8 tokens."""
+    warps = max(1, height // 64)
+    if tokens == 16:
+        return warps, 4
+    return (max(4, warps), 3) if tokens == 32 else (max(8, warps), 2)
+
+
+def _weight_options(weight: TiledWeight, x: Tensor, how: UpTuning | DownTuning) -> dict[str, Any]:
     return {
         "TILES": weight.weight.shape[1],
         "BLOCKS": weight.weight.shape[2],
         "QUANTISED": weight.scale is not None,
         "PTX": x.device.type != "cpu" and how.ptx,  # the interpreter has none
         "PRECISE": precise(x),
-        "N": weight.tile_rows,
+        "N": how.rows,
+        "TILE": weight.tile_rows,
         "STAGES": how.stages,
-        "num_warps": how.warps,
     }
 
 
@@ -104,10 +149,8 @@ def _check_blocks(blocks: Blocks) -> None:
     assert blocks.slots.is_contiguous() and len(blocks.expert) == len(blocks.slots)
 
 
-def _launch_up(
-    x: Tensor, routing: Routing, packed: PackedExperts, split: bool, how: Tuning
-) -> Tensor:
-    """h [R k, I] in x's dtype, or if `split` the parts [S, R k, 2 I] float32 that down adds up."""
+def _launch_up(x: Tensor, routing: Routing, packed: PackedExperts, how: UpTuning) -> Tensor:
+    """h [R k, I] in x's dtype."""
     from kdtree_engine.kernels.experts.kernel import experts_up
 
     blocks, weight = routing.blocks, packed.up
@@ -115,44 +158,47 @@ def _launch_up(
     slots, top_k = routing.experts.numel(), routing.experts.shape[1]
     assert x.is_contiguous() and list(x.shape) == [slots // top_k, packed.hidden], f"{x.shape}"
     assert weight.scale is not None or weight.weight.dtype == x.dtype, f"{x.dtype}"
-    inner, segments = packed.inner, packed.segments
-    if split:
-        out = torch.empty(segments, slots, 2 * inner, dtype=torch.float32, device=x.device)
-    else:
-        out = torch.empty(slots, inner, dtype=x.dtype, device=x.device)
-    grid = (weight.weight.shape[1], len(blocks.expert), segments if split else 1)
+    assert how.rows % 16 == 0 and weight.tile_rows % how.rows == 0, f"{how.rows} rows"
+    out = torch.empty(slots, packed.inner, dtype=x.dtype, device=x.device)
+    grid = (weight.weight.shape[1] * (weight.tile_rows // how.rows), len(blocks.expert))
     experts_up[grid](
         x, weight.weight, weight.scale, blocks.expert, blocks.slots, out, slots,
-        HIDDEN=packed.hidden, INNER=inner, TOP_K=top_k,
-        SEGMENT=-(-weight.weight.shape[2] // segments), SPLIT=split, DTYPE=_triton_dtype(x.dtype),
-        T=blocks.slots.shape[1], **_weight_options(weight, x, how), **launch_options(x),
+        HIDDEN=packed.hidden, INNER=packed.inner, TOP_K=top_k, S=packed.segments, JOINT=how.joint,
+        DTYPE=_triton_dtype(x.dtype), T=blocks.slots.shape[1],
+        num_warps=packed.segments if how.joint else how.warps, **_weight_options(weight, x, how),
+        **launch_options(x),
     )  # fmt: skip
     return out
 
 
 def _launch_down(
-    inner: Tensor, x: Tensor, routing: Routing, packed: PackedExperts, how: Tuning
+    inner: Tensor, x: Tensor, routing: Routing, packed: PackedExperts, how: DownTuning
 ) -> ExpertOutputs:
-    """`inner`: h or parts, as _launch_up returned it; x: the activations, for dtype and rows."""
+    """`inner`: h, as _launch_up returned it; x: the activations, for dtype and rows."""
     from kdtree_engine.kernels.experts.kernel import experts_down
 
     blocks, weight, shared = routing.blocks, packed.down, packed.shared_down
     slots, rows, tokens = routing.experts.numel(), x.shape[0], blocks.slots.shape[1]
     assert (shared is None) == (routing.shared is None), "shared values without shared weights"
     out = torch.empty(slots, packed.hidden, dtype=x.dtype, device=x.device)
-    shared_out, shared_blocks, shared_inner = None, 0, 0
+    assert weight.tile_rows % how.rows == 0, f"{how.rows} rows"
+    shared_out, shared_programs, shared_inner = None, 0, 0
     if shared is not None and routing.shared is not None:
         assert shared.tile_rows == weight.tile_rows, "tiles of different heights"
         assert list(routing.shared.shape) == [rows, shared.columns], f"{routing.shared.shape}"
         assert routing.shared.dtype == shared.weight.dtype == x.dtype, f"{x.dtype}"
+        assert shared.tile_rows % how.shared_rows == 0, f"{how.shared_rows} rows"
         shared_out = torch.empty(rows, packed.hidden, dtype=torch.float32, device=x.device)
-        shared_blocks, shared_inner = -(-rows // tokens), shared.columns
-    experts_down[(weight.weight.shape[1], shared_blocks + len(blocks.expert))](
+        parts = shared.weight.shape[1] * (shared.tile_rows // how.shared_rows)
+        shared_programs, shared_inner = -(-rows // how.shared_tokens) * parts, shared.columns
+    parts = weight.weight.shape[1] * (weight.tile_rows // how.rows)
+    experts_down[(shared_programs + len(blocks.expert) * -(-parts // how.pieces),)](
         inner, weight.weight, weight.scale, blocks.expert, blocks.slots, out, slots,
         routing.shared, None if shared is None else shared.weight, shared_out, rows,
         HIDDEN=packed.hidden, INNER=packed.inner, SHARED_INNER=shared_inner,
-        PARTS=inner.shape[0] if inner.ndim == 3 else 0, DTYPE=_triton_dtype(x.dtype),
-        T=tokens, SHARED_STAGES=how.shared_stages, **_weight_options(weight, x, how),
+        DTYPE=_triton_dtype(x.dtype), T=tokens, PIECES=how.pieces, HELD=how.held,
+        SHARED_N=how.shared_rows, SHARED_T=how.shared_tokens,
+        SHARED_STAGES=how.shared_stages, num_warps=how.warps, **_weight_options(weight, x, how),
         **launch_options(x),
     )  # fmt: skip
     return ExpertOutputs(out, shared_out)
@@ -165,12 +211,14 @@ def combine_add_norm(
     residual: Tensor,
     norm_weight: Tensor,
     eps: float,
+    warps: int = NORM_WARPS,
 ) -> tuple[Tensor, Tensor]:
     """Weigh and add the experts' outputs, add the residual, and norm for the next layer.
 
     down_out [R * k, H], weights [R, k] float32, shared_out [R, H] float32 or None, residual [R, H],
     norm_weight [H] -> (x_new [R, H], normed [R, H]) in residual's dtype. All in float32 with one
     rounding to x_new; the norm is of the rounded x_new. One launch, one program a row.
+    `warps` is for timing: the norm's sum depends on it.
     """
     from triton import next_power_of_2
 
@@ -187,17 +235,18 @@ def combine_add_norm(
     combine_kernel[(rows,)](
         down_out, weights, shared_out, residual, norm_weight, x_new, normed, eps, HIDDEN=hidden,
         TOP_K=top_k, SHARED=shared_out is not None, P=next_power_of_2(hidden),
-        num_warps=NORM_WARPS, **launch_options(residual),
+        num_warps=warps, **launch_options(residual),
     )  # fmt: skip
     return x_new, normed
 
 
 __all__ = [
+    "DownTuning",
     "ExpertOutputs",
     "ExpertWeights",
     "PackedExperts",
     "TiledWeight",
-    "Tuning",
+    "UpTuning",
     "combine_add_norm",
     "expert_mlp",
     "pack_experts",

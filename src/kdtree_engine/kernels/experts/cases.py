@@ -58,7 +58,7 @@ def launch_everything(device: torch.device, rows: tuple[int, ...] = (1, 8, 64, 5
     settings = RouterSettings(case.top_k, 1, 1, True, 2.827)
     bias = empty(case.experts, dtype=torch.float32)
     for count in rows:
-        parts = empty(4, count, case.experts + 2 * shared, dtype=torch.float32)
+        parts = empty(8, count, case.experts + 2 * shared, dtype=torch.float32)
         routing = route_rows(parts, bias, settings, shared)
         for packed in layers:
             x, norm = empty(count, hidden), empty(hidden)

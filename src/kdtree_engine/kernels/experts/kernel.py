@@ -6,20 +6,22 @@
               x_new [R, H]    = dtype(residual + y)
               normed [R, H]   = dtype(x_new / sqrt(mean(x_new^2) + eps)) * norm_weight
 
-Weights lie in tiles of N rows, and a tile's blocks of STEP inputs follow each other in memory:
+Weights lie in tiles of TILE rows, and a tile's blocks of STEP inputs follow each other in memory:
 
-    INT4    words [E, tiles, K / 128, N, 32] int16, scales [E, tiles, K / 32, N] bf16, STEP = 128;
+    INT4    words [E, tiles, K / 128, TILE, 32] int16, scales [E, tiles, K / 32, TILE] bf16;
+            STEP = 128;
             nibble j of word i of a row is q + 8 of input 32 j + i, so a nibble plane has one scale.
             The weight is bf16(q * scale), the checkpoint's value.
-    dense   weights [E, tiles, K / 32, N, 32], STEP = 32
+    dense   weights [E, tiles, K / 32, TILE, 32], STEP = 32
 
 In an up tile rows 16 i .. 16 i + 7 are gates and the next eight their ups: a thread of the MMA
 holds rows r and r + 8 of sixteen, so it has both. The weights are the MMA's M operand, a block's
 tokens its N side.
 
-up cuts K into segments of SEGMENT blocks, each with an accumulator of its own, added in order.
-SPLIT runs a program for each and leaves float32 parts [S, R k, 2 I] (gates, then ups) that down
-adds in the same order; otherwise one program runs all of them. The bits are the same.
+up cuts K into S segments, each with an accumulator of its own, added in order. Where there are few
+blocks one program runs all segments side by side (JOINT), a warp each: a product with a leading
+dimension. Otherwise it runs one after the other. The bits are the same. A program takes N rows of
+a tile of TILE; any multiple of 16 will do, as gates and ups alternate by eight.
 """
 
 from __future__ import annotations
@@ -83,39 +85,47 @@ def silu_times(gate, up):
 
 
 @triton.jit
-def operand(x, mask, parts_stride, PARTS: tl.constexpr, INNER: tl.constexpr, DTYPE: tl.constexpr):
-    """The tokens' values at pointers x; with PARTS, x points to up's gates: add and gate them."""
-    if PARTS == 0:
-        value = tl.load(x, mask=mask, other=0.0)
-    else:
-        gate = tl.zeros(mask.shape, tl.float32)
-        up = tl.zeros(mask.shape, tl.float32)
-        for part in tl.static_range(PARTS):
-            gate += tl.load(x + part * parts_stride, mask=mask, other=0.0)
-            up += tl.load(x + part * parts_stride + INNER, mask=mask, other=0.0)
-        value = silu_times(gate, up).to(DTYPE)
-    return value
+def inputs(x, valid, k, start, K: tl.constexpr, CHECK: tl.constexpr):
+    """32 inputs of each token, from input `start` on; those of K and beyond are zeros if CHECK."""
+    mask = valid
+    if CHECK:
+        mask = valid & (k + start < K)
+    return tl.load(x + start, mask=mask, other=0.0)
 
 
 @triton.jit
 def multiply(
-    acc, weight, scale, x, valid, block, parts_stride, K: tl.constexpr, PARTS: tl.constexpr,
-    INNER: tl.constexpr, DTYPE: tl.constexpr, QUANTISED: tl.constexpr, PTX: tl.constexpr,
-    PRECISE: tl.constexpr, N: tl.constexpr,
+    acc, weight, scale, x, valid, k, step, block, BLOCKS: tl.constexpr, K: tl.constexpr,
+    MASKED: tl.constexpr, HELD: tl.constexpr, DTYPE: tl.constexpr, QUANTISED: tl.constexpr,
+    PTX: tl.constexpr, PRECISE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """acc [N, T] + one block of a weight tile times its inputs. x [32, T]: pointers to input 0."""
+    """acc [.., N, T] + a block of weights, `step` after those pointed to, times its inputs.
+
+    With a leading dimension of segments, each has its own block. weight [.., N, 32], scale [.., N],
+    x [.., 32, T]: pointers to the first block's; k [.., 32, 1]: its inputs. block [.., 1]: which
+    block it is, read where MASKED: it may lie beyond the last. Where HELD, x is a tuple of
+    this block's inputs, loaded before, and valid and k are not read.
+    """
     STEP: tl.constexpr = 128 if QUANTISED else 32
-    words = tl.load(weight + block * (N * 32))
+    if MASKED:
+        here = tl.expand_dims(block < BLOCKS, -1)
+        words = tl.load(weight, mask=tl.broadcast_to(here, weight.shape), other=0)
+    else:
+        words = tl.load(weight)
     if QUANTISED and PTX:
         planes = unpack_ptx(words)
     for j in tl.static_range(STEP // 32):
-        start = block * STEP + j * 32
-        mask = tl.broadcast_to(valid[None, :], x.shape)
-        if K % STEP != 0:
-            mask = mask & (start + tl.arange(0, 32) < K)[:, None]
-        value = operand(x + start, mask, parts_stride, PARTS, INNER, DTYPE)
+        if HELD:
+            value = x[j]
+        else:
+            value = inputs(x, valid, k, step * STEP + j * 32, K, MASKED or K % STEP != 0)
         if QUANTISED:
-            row_scale = tl.load(scale + (block * 4 + j) * N)[:, None]
+            at = scale + (step * 4 + j) * TILE
+            if MASKED:
+                row_scale = tl.load(at, mask=tl.broadcast_to(block < BLOCKS, at.shape), other=0.0)
+            else:
+                row_scale = tl.load(at)
+            row_scale = tl.expand_dims(row_scale, -1)
             if PTX:
                 w = (planes[j] * row_scale).to(DTYPE)
             else:
@@ -126,126 +136,241 @@ def multiply(
     return acc
 
 
+@triton.jit
+def in_order(acc, S: tl.constexpr, N: tl.constexpr, T: tl.constexpr):
+    """((acc[0] + acc[1]) + acc[2]) + ..., of acc [S, N, T]; S is 1, 2, 4 or 8."""
+    if S == 1:
+        total = tl.reshape(acc, (N, T))
+    elif S == 2:
+        a, b = tl.split(tl.permute(acc, (1, 2, 0)))
+        total = a + b
+    elif S == 4:
+        even, odd = tl.split(tl.permute(tl.reshape(acc, (2, 2, N, T)), (2, 3, 0, 1)))
+        a, c = tl.split(even)
+        b, d = tl.split(odd)
+        total = ((a + b) + c) + d
+    else:
+        even, odd = tl.split(tl.permute(tl.reshape(acc, (2, 2, 2, N, T)), (3, 4, 0, 1, 2)))
+        even_low, even_high = tl.split(even)  # segments 0 and 4, 2 and 6
+        odd_low, odd_high = tl.split(odd)
+        a, e = tl.split(even_low)
+        c, g = tl.split(even_high)
+        b, f = tl.split(odd_low)
+        d, h = tl.split(odd_high)
+        total = ((((((a + b) + c) + d) + e) + f) + g) + h
+    return total
+
+
+@triton.jit
+def joint_sum(
+    weight, scale, x, line, valid, HIDDEN: tl.constexpr, BLOCKS: tl.constexpr, S: tl.constexpr,
+    DTYPE: tl.constexpr, QUANTISED: tl.constexpr, PTX: tl.constexpr, PRECISE: tl.constexpr,
+    T: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """[N, T] of all segments side by side, a warp each. line [T]: where a token's inputs start."""
+    SEGMENT: tl.constexpr = (BLOCKS + S - 1) // S
+    STEP: tl.constexpr = 128 if QUANTISED else 32
+    MASKED: tl.constexpr = BLOCKS % S != 0
+    first = tl.arange(0, S)[:, None] * SEGMENT
+    n, k = tl.arange(0, N), tl.arange(0, 32)
+    w = weight + first[:, :, None] * (TILE * 32) + n[None, :, None] * 32 + k[None, None, :]
+    s = w
+    if QUANTISED:
+        s = scale + first * (STEP // 32 * TILE) + n[None, :]
+    ks = first[:, :, None] * STEP + k[None, :, None]
+    own = x + line[None, None, :] + ks
+    valid = tl.broadcast_to(valid[None, None, :], own.shape)
+    acc = tl.zeros((S, N, T), tl.float32)
+    for step in tl.range(0, SEGMENT, num_stages=STAGES):
+        acc = multiply(
+            acc, w + step * (TILE * 32), s, own, valid, ks, step, first + step, BLOCKS, HIDDEN,
+            MASKED, False, DTYPE, QUANTISED, PTX, PRECISE, TILE,
+        )  # fmt: skip
+    return in_order(acc, S, N, T)
+
+
+@triton.jit
+def whole_sum(
+    weight, scale, x, line, valid, HIDDEN: tl.constexpr, BLOCKS: tl.constexpr, S: tl.constexpr,
+    DTYPE: tl.constexpr, QUANTISED: tl.constexpr, PTX: tl.constexpr, PRECISE: tl.constexpr,
+    T: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """[N, T] of one segment after the other: the bits of joint_sum."""
+    SEGMENT: tl.constexpr = (BLOCKS + S - 1) // S
+    n, k = tl.arange(0, N), tl.arange(0, 32)
+    w = weight + n[:, None] * 32 + k[None, :]
+    s = scale + n if QUANTISED else w
+    own = x + line[None, :] + k[:, None]
+    valid = tl.broadcast_to(valid[None, :], own.shape)
+    acc = tl.zeros((N, T), tl.float32)
+    total = tl.zeros((N, T), tl.float32)
+    for block in tl.range(0, BLOCKS, num_stages=STAGES):
+        acc = multiply(
+            acc, w + block * (TILE * 32), s, own, valid, k[:, None], block, block, BLOCKS,
+            HIDDEN, False, False, DTYPE, QUANTISED, PTX, PRECISE, TILE,
+        )  # fmt: skip
+        if (block % SEGMENT == SEGMENT - 1) | (block == BLOCKS - 1):
+            total += acc
+            acc = tl.zeros((N, T), tl.float32)
+    return total
+
+
 @triton.jit(do_not_specialize=["slots"])
 def experts_up(
     x, weight, scale, block_expert, block_slots, out, slots, HIDDEN: tl.constexpr,
     INNER: tl.constexpr, TOP_K: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr,
-    SEGMENT: tl.constexpr, SPLIT: tl.constexpr, DTYPE: tl.constexpr, QUANTISED: tl.constexpr,
+    S: tl.constexpr, JOINT: tl.constexpr, DTYPE: tl.constexpr, QUANTISED: tl.constexpr,
     PTX: tl.constexpr, PRECISE: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, block of slots, segment): h [slots, INNER], or parts if SPLIT."""
+    """Program (N rows of a tile of TILE, block of slots): h [slots, INNER]."""
     begin(PDL)
-    tile, token_block = tl.program_id(0), tl.program_id(1)
+    part, token_block = tl.program_id(0), tl.program_id(1)
+    # Both loads are under way before the branch waits for one.
+    slot = tl.load(block_slots + token_block * T + tl.arange(0, T)).to(tl.int64)
     expert = tl.load(block_expert + token_block).to(tl.int64)
     if expert >= 0:
-        slot = tl.load(block_slots + token_block * T + tl.arange(0, T)).to(tl.int64)
         valid = slot < slots
-        n, k = tl.arange(0, N), tl.arange(0, 32)
-        base = (expert * TILES + tile) * BLOCKS * N
-        w = weight + base * 32 + n[:, None] * 32 + k[None, :]
-        s = scale + base * 4 + n if QUANTISED else w
-        inputs = x + (slot // TOP_K)[None, :] * HIDDEN + k[:, None]
-        acc = tl.zeros((N, T), tl.float32)
-        if SPLIT:
-            segment = tl.program_id(2)
-            first = segment * SEGMENT
-            last = tl.minimum(first + SEGMENT, BLOCKS)
-            for block in tl.range(first, last, num_stages=STAGES):
-                acc = multiply(
-                    acc, w, s, inputs, valid, block, 0, HIDDEN, 0, INNER, DTYPE, QUANTISED, PTX,
-                    PRECISE, N,
-                )  # fmt: skip
-            inner = tile * (N // 2) + n // 16 * 8 + n % 8
-            column = inner + (n // 8 % 2) * INNER
-            line = (segment.to(tl.int64) * slots + slot) * (2 * INNER)
-            mask = (inner < INNER)[:, None] & valid[None, :]
-            tl.store(out + line[None, :] + column[:, None], acc, mask=mask)
+        tile, row = part // (TILE // N), part % (TILE // N) * N
+        base = (expert * TILES + tile) * BLOCKS * TILE
+        w = weight + base * 32 + row * 32
+        s = scale + base * 4 + row if QUANTISED else w
+        line = slot // TOP_K * HIDDEN
+        if JOINT:
+            total = joint_sum(
+                w, s, x, line, valid, HIDDEN, BLOCKS, S, DTYPE, QUANTISED, PTX, PRECISE, T, N,
+                TILE, STAGES,
+            )  # fmt: skip
         else:
-            total = tl.zeros((N, T), tl.float32)
-            for block in tl.range(0, BLOCKS, num_stages=STAGES):
-                acc = multiply(
-                    acc, w, s, inputs, valid, block, 0, HIDDEN, 0, INNER, DTYPE, QUANTISED, PTX,
-                    PRECISE, N,
-                )  # fmt: skip
-                if (block % SEGMENT == SEGMENT - 1) | (block == BLOCKS - 1):
-                    total += acc
-                    acc = tl.zeros((N, T), tl.float32)
-            pairs = tl.permute(tl.reshape(total, (N // 16, 2, 8, T)), (0, 2, 3, 1))
-            gate, up = tl.split(pairs)
-            h = tl.reshape(silu_times(gate, up), (N // 2, T)).to(DTYPE)
-            inner = tile * (N // 2) + tl.arange(0, N // 2)
-            mask = (inner < INNER)[:, None] & valid[None, :]
-            tl.store(out + slot[None, :] * INNER + inner[:, None], h, mask=mask)
+            total = whole_sum(
+                w, s, x, line, valid, HIDDEN, BLOCKS, S, DTYPE, QUANTISED, PTX, PRECISE, T, N,
+                TILE, STAGES,
+            )  # fmt: skip
+        pairs = tl.permute(tl.reshape(total, (N // 16, 2, 8, T)), (0, 2, 3, 1))
+        gate, up = tl.split(pairs)
+        h = tl.reshape(silu_times(gate, up), (N // 2, T)).to(DTYPE)
+        inner = part * (N // 2) + tl.arange(0, N // 2)
+        mask = (inner < INNER)[:, None] & valid[None, :]
+        tl.store(out + slot[None, :] * INNER + inner[:, None], h, mask=mask)
 
 
 @triton.jit
-def shared_down(
-    h, weight, out, tile, token_block, rows, HIDDEN: tl.constexpr, INNER: tl.constexpr,
-    PRECISE: tl.constexpr, T: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+def place_of(
+    weight, scale, part, BLOCKS: tl.constexpr, QUANTISED: tl.constexpr, N: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the shared expert's output for T rows: out [rows, HIDDEN] float32."""
-    BLOCKS: tl.constexpr = (INNER + 31) // 32
-    row = (token_block * T + tl.arange(0, T)).to(tl.int64)
-    valid = row < rows
-    n, k = tl.arange(0, N), tl.arange(0, 32)
-    w = weight + tile.to(tl.int64) * BLOCKS * N * 32 + n[:, None] * 32 + k[None, :]
-    inputs = h + row[None, :] * INNER + k[:, None]
-    acc = tl.zeros((N, T), tl.float32)
-    for block in tl.range(0, BLOCKS, num_stages=STAGES):
-        acc = multiply(
-            acc, w, w, inputs, valid, block, 0, INNER, 0, INNER, h.dtype.element_ty, False, False,
-            PRECISE, N,
-        )  # fmt: skip
-    column = tile * N + n
+    """Pointers weight [N, 32] and scale [N] moved to the first block of the part-th N rows."""
+    tile, row = part // (TILE // N) * BLOCKS, part % (TILE // N) * N
+    base = tile.to(tl.int64) * TILE
+    w = weight + (base + row) * 32
+    s = w
+    if QUANTISED:
+        s = scale + base * 4 + row
+    return w, s
+
+
+@triton.jit
+def store_rows(acc, out, out_line, valid, part, HIDDEN: tl.constexpr, N: tl.constexpr):
+    """acc [N, T] to the part-th N of a token's HIDDEN outputs."""
+    column = part * N + tl.arange(0, N)
     mask = (column < HIDDEN)[:, None] & valid[None, :]
-    tl.store(out + row[None, :] * HIDDEN + column[:, None], acc, mask=mask)
+    tl.store(out + out_line[None, :] + column[:, None], acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rows_of_tiles(
+    weight, scale, x, line, valid, out, out_line, first, HIDDEN: tl.constexpr,
+    PIECES: tl.constexpr, PARTS: tl.constexpr, HELD: tl.constexpr, INNER: tl.constexpr,
+    BLOCKS: tl.constexpr, DTYPE: tl.constexpr, QUANTISED: tl.constexpr, PTX: tl.constexpr,
+    PRECISE: tl.constexpr, T: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """PIECES times N output rows, of PARTS such, from the first-th on, in one pipeline.
+
+    Pieces beyond the last repeat it. line, out_line [T]: where a token's inputs and outputs start.
+    HELD: all inputs stay in registers, and a step of the pipeline takes all blocks of a piece.
+    """
+    STEP: tl.constexpr = 128 if QUANTISED else 32
+    n, k = tl.arange(0, N), tl.arange(0, 32)
+    weight = weight + n[:, None] * 32 + k[None, :]
+    scale = scale + n if QUANTISED else weight
+    own = x + line[None, :] + k[:, None]
+    inside = tl.broadcast_to(valid[None, :], own.shape)
+    if HELD:
+        held = ()
+        for j in tl.static_range(BLOCKS * STEP // 32):
+            value = inputs(own, inside, k[:, None], j * 32, INNER, INNER % STEP != 0)
+            held = held + (value,)
+        for piece in tl.range(0, PIECES, num_stages=STAGES):
+            part = tl.minimum(first + piece, PARTS - 1)
+            w, s = place_of(weight, scale, part, BLOCKS, QUANTISED, N, TILE)
+            acc = tl.zeros((N, T), tl.float32)
+            for block in tl.static_range(BLOCKS):
+                values = held[block * STEP // 32 : (block + 1) * STEP // 32]
+                acc = multiply(
+                    acc, w + block * (TILE * 32), s, values, inside, k[:, None], block, block,
+                    BLOCKS, INNER, False, True, DTYPE, QUANTISED, PTX, PRECISE, TILE,
+                )  # fmt: skip
+            store_rows(acc, out, out_line, valid, part, HIDDEN, N)
+    else:
+        acc = tl.zeros((N, T), tl.float32)
+        for step in tl.range(0, PIECES * BLOCKS, num_stages=STAGES):
+            part, block = tl.minimum(first + step // BLOCKS, PARTS - 1), step % BLOCKS
+            w, s = place_of(weight, scale, part, BLOCKS, QUANTISED, N, TILE)
+            acc = multiply(
+                acc, w + block * (TILE * 32), s, own, inside, k[:, None], block, block,
+                BLOCKS, INNER, False, False, DTYPE, QUANTISED, PTX, PRECISE, TILE,
+            )  # fmt: skip
+            if block == BLOCKS - 1:
+                store_rows(acc, out, out_line, valid, part, HIDDEN, N)
+                acc = tl.zeros((N, T), tl.float32)
 
 
 @triton.jit(do_not_specialize=["slots", "rows"])
 def experts_down(
     h, weight, scale, block_expert, block_slots, out, slots, shared_h, shared_weight, shared_out,
     rows, HIDDEN: tl.constexpr, INNER: tl.constexpr, SHARED_INNER: tl.constexpr,
-    TILES: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
-    QUANTISED: tl.constexpr, PTX: tl.constexpr, PRECISE: tl.constexpr, T: tl.constexpr,
-    N: tl.constexpr, STAGES: tl.constexpr, SHARED_STAGES: tl.constexpr, PDL: tl.constexpr,
+    TILES: tl.constexpr, BLOCKS: tl.constexpr, DTYPE: tl.constexpr, QUANTISED: tl.constexpr,
+    PTX: tl.constexpr, PRECISE: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
+    PIECES: tl.constexpr, HELD: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    SHARED_T: tl.constexpr, SHARED_N: tl.constexpr, SHARED_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, block): the shared expert's blocks of T rows first, then the experts'.
+    """The shared expert's programs first, SHARED_N rows for SHARED_T tokens, then the experts'.
 
-    h [slots, INNER], or the up product's parts [PARTS, slots, 2 INNER].
+    An expert's program takes PIECES times N rows, N of one tile of TILE; h [slots, INNER].
     """
     begin(PDL)
-    tile, token_block = tl.program_id(0), tl.program_id(1)
-    shared_blocks = 0
+    program = tl.program_id(0)
+    shared_programs = 0
     if SHARED_INNER > 0:
-        shared_blocks = tl.cdiv(rows, T)
-        if token_block < shared_blocks:
-            shared_down(
-                shared_h, shared_weight, shared_out, tile, token_block, rows, HIDDEN, SHARED_INNER,
-                PRECISE, T, N, SHARED_STAGES,
+        SHARED_PARTS: tl.constexpr = TILES * (TILE // SHARED_N)
+        shared_programs = tl.cdiv(rows, SHARED_T) * SHARED_PARTS
+        if program < shared_programs:
+            row = program // SHARED_PARTS * SHARED_T + tl.arange(0, SHARED_T).to(tl.int64)
+            rows_of_tiles(
+                shared_weight, shared_weight, shared_h, row * SHARED_INNER, row < rows,
+                shared_out, row * HIDDEN, program % SHARED_PARTS, HIDDEN, 1, SHARED_PARTS,
+                False, SHARED_INNER, (SHARED_INNER + 31) // 32, DTYPE, False, False, PRECISE,
+                SHARED_T, SHARED_N, TILE, SHARED_STAGES,
             )  # fmt: skip
-    token_block -= shared_blocks
-    if token_block >= 0:
+    program -= shared_programs
+    if program >= 0:
+        PARTS: tl.constexpr = TILES * (TILE // N)
+        GROUPS: tl.constexpr = (PARTS + PIECES - 1) // PIECES
+        token_block = program // GROUPS
+        # Both loads are under way before the branch waits for one.
+        slot = tl.load(block_slots + token_block * T + tl.arange(0, T)).to(tl.int64)
         expert = tl.load(block_expert + token_block).to(tl.int64)
         if expert >= 0:
-            slot = tl.load(block_slots + token_block * T + tl.arange(0, T)).to(tl.int64)
-            valid = slot < slots
-            n, k = tl.arange(0, N), tl.arange(0, 32)
-            base = (expert * TILES + tile) * BLOCKS * N
-            w = weight + base * 32 + n[:, None] * 32 + k[None, :]
-            s = scale + base * 4 + n if QUANTISED else w
-            WIDTH: tl.constexpr = 2 * INNER if PARTS > 0 else INNER
-            inputs = h + slot[None, :] * WIDTH + k[:, None]
-            parts_stride = slots.to(tl.int64) * WIDTH
-            acc = tl.zeros((N, T), tl.float32)
-            for block in tl.range(0, BLOCKS, num_stages=STAGES):
-                acc = multiply(
-                    acc, w, s, inputs, valid, block, parts_stride, INNER, PARTS, INNER, DTYPE,
-                    QUANTISED, PTX, PRECISE, N,
-                )  # fmt: skip
-            column = tile * N + n
-            mask = (column < HIDDEN)[:, None] & valid[None, :]
-            tl.store(out + slot[None, :] * HIDDEN + column[:, None], acc.to(DTYPE), mask=mask)
+            base = expert * TILES * BLOCKS * TILE
+            w = weight + base * 32
+            s = scale + base * 4 if QUANTISED else w
+            first = program % GROUPS * PIECES
+            rows_of_tiles(
+                w, s, h, slot * INNER, slot < slots, out, slot * HIDDEN, first, HIDDEN,
+                PIECES, PARTS, HELD, INNER, BLOCKS, DTYPE, QUANTISED, PTX, PRECISE, T, N, TILE,
+                STAGES,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -259,20 +384,26 @@ def combine_kernel(
     column = tl.arange(0, P)
     inside = column < HIDDEN
     here = row * HIDDEN + column
+    # One program reads all of a row: what it takes is the wait for its loads, so none waits for
+    # another's use.
+    values = ()
+    for i in tl.static_range(TOP_K):
+        at = down + (row * TOP_K + i) * HIDDEN + column
+        values = values + (tl.load(at, mask=inside, other=0.0),)
+    before = tl.load(residual + here, mask=inside, other=0.0)
+    scale = tl.load(norm_weight + column, mask=inside, other=0.0)
     y = tl.zeros((P,), tl.float32)
     for i in tl.static_range(TOP_K):
         w = tl.zeros((P,), tl.float32) + tl.load(weights + row * TOP_K + i)
-        at = down + (row * TOP_K + i) * HIDDEN + column
-        y = tl.fma(w, tl.load(at, mask=inside, other=0.0).to(tl.float32), y)
+        y = tl.fma(w, values[i].to(tl.float32), y)
     if SHARED:
         y += tl.load(shared + here, mask=inside, other=0.0)
     dtype = x_new.dtype.element_ty
-    new = (tl.load(residual + here, mask=inside, other=0.0).to(tl.float32) + y).to(dtype)
+    new = (before.to(tl.float32) + y).to(dtype)
     tl.store(x_new + here, new, mask=inside)
     # A masked column's weight is not read, but w * 0 is NaN where w is infinite or NaN.
     wide = tl.where(inside, new.to(tl.float32), 0.0)
     mean = tl.sum(wide * wide, 0) * (1.0 / HIDDEN)
     root = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     unit = (wide * root).to(dtype).to(tl.float32)
-    scale = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + here, (unit * scale).to(dtype), mask=inside)
+    tl.store(normed + here, (unit * scale.to(tl.float32)).to(dtype), mask=inside)

@@ -19,7 +19,7 @@ DOWN_ROWS = 128
 PAIR = 8
 """Gates that stand together in an up tile, before as many ups."""
 
-SEGMENTS = 4
+SEGMENTS = 8
 """The most pieces that the up product's K is cut into; results depend on it."""
 
 _BLOCK = 128  # inputs of an INT4 block
@@ -81,8 +81,8 @@ ExpertPair = tuple[Int4Tensor | Tensor, Int4Tensor | Tensor]
 
 
 def segments_of(columns: int) -> int:
-    """Pieces that `columns` inputs are added up in: none shorter than 1024 inputs."""
-    return max(1, min(SEGMENTS, columns // 1024))
+    """Pieces that `columns` inputs are added up in: a power of two, none much below 512 inputs."""
+    return 1 << (min(SEGMENTS, max(1, columns // 512)).bit_length() - 1)
 
 
 def pack_experts(

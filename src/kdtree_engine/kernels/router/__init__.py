@@ -14,13 +14,13 @@ from kdtree_engine.kernels.launch import launch_options
 from kdtree_engine.kernels.router.blocks import Blocks, block_bound, block_tokens, group_by_sort
 from kdtree_engine.kernels.router.reference import RouterSettings, route
 
-FUSED_ROWS = 8
-"""Up to here one program routes all rows and makes their blocks: one launch."""
-
 GROUP_SLOTS = 512
 """The most slots that one program groups; more go through torch's sort."""
 
 SHARED_WIDTH = 256
+
+ROUTE_WARPS = 1
+"""Warps of a row: with one a maximum stays in the warp."""
 
 
 class Routing(NamedTuple):
@@ -45,22 +45,15 @@ def route_rows(
     """Choices, weights and blocks from a dense product's parts [S, R, N] float32, on the device.
 
     Columns: the gate's E logits, the shared expert's gate and up, 2 shared_inner, and perhaps more
-    that are not read. bias [E] float32. `dtype`: the activations', for the shared values. Up to
-    FUSED_ROWS rows it is one launch, up to GROUP_SLOTS choices two; a row's results do not depend
-    on the others.
+    that are not read. bias [E] float32. `dtype`: the activations', for the shared values. One row
+    is one launch, up to GROUP_SLOTS choices are two; a row's results do not depend on the others.
     """
     rows, top_k, experts = parts.shape[1], settings.top_k, bias.shape[0]
     tokens = block_tokens(rows, top_k, experts)
-    fused, warps = rows <= FUSED_ROWS, route_warps(rows)
-    routing = _launch_route(parts, bias, settings, shared_inner, dtype, tokens, fused, warps)
-    if fused:
+    routing = _launch_route(parts, bias, settings, shared_inner, dtype, tokens, ROUTE_WARPS)
+    if rows == 1:
         return routing
     return routing._replace(blocks=group_choices(routing.experts, experts, tokens))
-
-
-def route_warps(rows: int) -> int:
-    """Warps of a program: one while it has one row, so that a maximum stays in the warp."""
-    return 8 if 1 < rows <= FUSED_ROWS else 1
 
 
 def group_choices(chosen: Tensor, experts: int, tokens: int) -> Blocks:
@@ -85,10 +78,9 @@ def _launch_route(
     shared_inner: int,
     dtype: torch.dtype,
     tokens: int,
-    fused: bool,
     warps: int,
 ) -> Routing:
-    """One launch. The blocks are filled in if `fused`, which takes all rows into one program."""
+    """One launch. The blocks are filled in where there is one row."""
     from triton import next_power_of_2
 
     from kdtree_engine.kernels.router.kernel import route_kernel
@@ -102,17 +94,14 @@ def _launch_route(
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=device)
     shared = torch.empty(rows, shared_inner, dtype=dtype, device=device)
     blocks = _empty_blocks(rows, top_k, experts, tokens, device)
-    block_rows = next_power_of_2(rows) if fused else 1
-    bound = blocks.expert.shape[0]
-    grid = -(-rows // block_rows) + rows * -(-shared_inner // SHARED_WIDTH)
+    grid = rows * (1 + -(-shared_inner // SHARED_WIDTH))
     route_kernel[(grid,)](
         parts, bias, chosen, weights, shared, blocks.expert, blocks.slots, rows, columns,
         SEGMENTS=segments, EXPERTS=experts, TOP_K=top_k, GROUPS=groups,
         TOP_GROUPS=settings.top_groups, NORMALISE=settings.normalise, SCALE=settings.scale,
-        SHARED_INNER=shared_inner, SHARED_WIDTH=SHARED_WIDTH, FUSED=fused,
-        BOUND=bound if fused else 1, BOUND_P=next_power_of_2(bound) if fused else 1, T=tokens,
-        R=block_rows, G=next_power_of_2(groups), P=next_power_of_2(experts // groups),
-        K=next_power_of_2(top_k), num_warps=warps, **launch_options(parts),
+        SHARED_INNER=shared_inner, SHARED_WIDTH=SHARED_WIDTH, ALONE=rows == 1, T=tokens,
+        G=next_power_of_2(groups), P=next_power_of_2(experts // groups), K=next_power_of_2(top_k),
+        num_warps=warps, **launch_options(parts),
     )  # fmt: skip
     return Routing(chosen, weights, shared if shared_inner else None, blocks)
 

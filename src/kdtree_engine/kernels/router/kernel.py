@@ -41,77 +41,78 @@ def unordered(key):
 
 @triton.jit
 def take_best(key, index):
-    """The largest of key [R, P], its index (the smallest where equal), and key without it."""
-    best = tl.max(key, 1)
-    at = tl.min(tl.where(key == best[:, None], index[None, :], LARGEST), 1)
-    return best, at, tl.where(index[None, :] == at[:, None], TAKEN, key)
+    """The largest of key [.., P], its index (the smallest where equal), and key without it."""
+    axis: tl.constexpr = len(key.shape) - 1
+    best = tl.max(key, axis, keep_dims=True)
+    at = tl.min(tl.where(key == best, index, LARGEST), axis, keep_dims=True)
+    return best, at, tl.where(index == at, TAKEN, key)
 
 
 @triton.jit
 def keep_top_groups(
     key, valid, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
-    R: tl.constexpr, G: tl.constexpr, P: tl.constexpr,
+    G: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """key [R, G * P] with -inf outside the best groups, by the sum of a group's two best."""
-    member = tl.arange(0, P)
-    best, _, rest = take_best(tl.reshape(key, (R * G, P)), member)
+    """key [G * P] with -inf outside the best groups, by the sum of a group's two best."""
+    member = tl.broadcast_to(tl.arange(0, P)[None, :], (G, P))
+    best, _, rest = take_best(tl.reshape(key, (G, P)), member)
     score = unordered(best)
     if GROUP_SIZE > 1:
-        score += unordered(tl.max(rest, 1))
+        score += unordered(tl.max(rest, 1, keep_dims=True))
     group = tl.arange(0, G)
-    scores = tl.where(group[None, :] < GROUPS, ordered(tl.reshape(score, (R, G))), TAKEN)
-    kept = tl.zeros((R, G), tl.int32)
+    scores = tl.where(group < GROUPS, ordered(tl.reshape(score, (G,))), TAKEN)
+    kept = tl.zeros((G,), tl.int32)
     for _ in tl.static_range(TOP_GROUPS):
         _, at, scores = take_best(scores, group)
-        kept = tl.where(group[None, :] == at[:, None], 1, kept)
-    kept = tl.reshape(tl.broadcast_to(kept[:, :, None], (R, G, P)), (R, G * P))
-    return tl.where((kept == 0) & valid[None, :], LOWEST, key)
+        kept = tl.where(group == at, 1, kept)
+    kept = tl.reshape(tl.broadcast_to(kept[:, None], (G, P)), (G * P,))
+    return tl.where((kept == 0) & valid, LOWEST, key)
 
 
 @triton.jit
 def choose(
     parts, bias, experts_out, weights_out, row, rows, columns, SEGMENTS: tl.constexpr,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    NORMALISE: tl.constexpr, SCALE: tl.constexpr, R: tl.constexpr, G: tl.constexpr,
-    P: tl.constexpr, K: tl.constexpr,
+    NORMALISE: tl.constexpr, SCALE: tl.constexpr, G: tl.constexpr, P: tl.constexpr,
+    K: tl.constexpr,
 ):  # fmt: skip
-    """Experts and weights of rows `row` [R], stored; the experts [R, K] are returned as well."""
+    """Experts and weights of a row, stored; the experts [K] are returned as well."""
     SIZE: tl.constexpr = EXPERTS // GROUPS
     place = tl.arange(0, G * P)
-    group, member = place // P, place % P
-    valid = (member < SIZE) & (group < GROUPS)
-    index = tl.where(valid, group * SIZE + member, LARGEST)
-    inside = valid[None, :] & (row < rows)[:, None]
-    logits = tl.zeros((R, G * P), tl.float32)
-    for segment in tl.static_range(SEGMENTS):
-        line = (segment * rows + row).to(tl.int64) * columns
-        logits += tl.load(parts + line[:, None] + index[None, :], mask=inside, other=0.0)
-    scores = tl.div_rn(tl.full((R, G * P), 1.0, tl.float32), tl.exp(-logits) + 1.0)
-    offset = tl.load(bias + index, mask=valid, other=0.0)
-    key = tl.where(valid[None, :], ordered(scores + offset[None, :]), TAKEN)
+    # Without groups the columns of a thread are known to be neighbours: wide loads.
+    column, valid = place, place < EXPERTS
     if GROUPS > 1:
-        key = keep_top_groups(key, valid, GROUPS, TOP_GROUPS, SIZE, R, G, P)
+        group, member = place // P, place % P
+        column, valid = group * SIZE + member, (member < SIZE) & (group < GROUPS)
+    offset = tl.load(bias + column, mask=valid, other=0.0)
+    logits = tl.zeros((G * P,), tl.float32)
+    for segment in tl.static_range(SEGMENTS):
+        line = parts + (segment * rows + row).to(tl.int64) * columns
+        logits += tl.load(line + column, mask=valid, other=0.0)
+    index = tl.where(valid, column, LARGEST)
+    scores = tl.div_rn(tl.full((G * P,), 1.0, tl.float32), tl.exp(-logits) + 1.0)
+    key = tl.where(valid, ordered(scores + offset), TAKEN)
+    if GROUPS > 1:
+        key = keep_top_groups(key, valid, GROUPS, TOP_GROUPS, SIZE, G, P)
     bits = scores.to(tl.int32, bitcast=True)
     choice = tl.arange(0, K)
-    experts = tl.zeros((R, K), tl.int32)
-    weights = tl.zeros((R, K), tl.float32)
-    total = tl.zeros((R,), tl.float32)
+    experts = tl.zeros((K,), tl.int32)
+    weights = tl.zeros((K,), tl.float32)
+    total = tl.zeros((1,), tl.float32)
     for i in tl.static_range(TOP_K):
         _, at, key = take_best(key, index)
         # One value and TAKEN elsewhere: the maximum picks it out, NaN included.
-        own = tl.max(tl.where(index[None, :] == at[:, None], bits, TAKEN), 1)
+        own = tl.max(tl.where(index == at, bits, TAKEN), 0, keep_dims=True)
         score = own.to(tl.float32, bitcast=True)
         total += score
-        here = choice[None, :] == i
-        experts = tl.where(here, at[:, None], experts)
-        weights = tl.where(here, score[:, None], weights)
+        experts = tl.where(choice == i, at, experts)
+        weights = tl.where(choice == i, score, weights)
     if NORMALISE:
-        weights = tl.div_rn(weights, tl.broadcast_to((total + 1e-20)[:, None], (R, K)))
+        weights = tl.div_rn(weights, tl.broadcast_to(total + 1e-20, (K,)))
     weights = weights * SCALE
-    real = (row < rows)[:, None] & (choice < TOP_K)[None, :]
-    to = row[:, None] * TOP_K + choice[None, :]
-    tl.store(experts_out + to, experts, mask=real)
-    tl.store(weights_out + to, weights, mask=real)
+    real = choice < TOP_K
+    tl.store(experts_out + row * TOP_K + choice, experts, mask=real)
+    tl.store(weights_out + row * TOP_K + choice, weights, mask=real)
     return experts
 
 
@@ -170,42 +171,29 @@ def route_kernel(
     parts, bias, experts, weights, shared, block_expert, block_slots, rows, columns,
     SEGMENTS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, NORMALISE: tl.constexpr, SCALE: tl.constexpr,
-    SHARED_INNER: tl.constexpr, SHARED_WIDTH: tl.constexpr, FUSED: tl.constexpr,
-    BOUND: tl.constexpr, BOUND_P: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
-    G: tl.constexpr, P: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
+    SHARED_INNER: tl.constexpr, SHARED_WIDTH: tl.constexpr, ALONE: tl.constexpr,
+    T: tl.constexpr, G: tl.constexpr, P: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """R rows a program. FUSED: program 0 has all rows and makes their blocks too.
+    """A row a program; where it is ALONE, each choice is a block, stored too.
 
     Programs beyond the rows take the shared expert's tiles.
     """
     begin(PDL)
     program = tl.program_id(0)
-    routing = (rows + R - 1) // R
-    if program < routing:
-        row = program * R + tl.arange(0, R)
+    if program < rows:
         chosen = choose(
-            parts, bias, experts, weights, row, rows, columns, SEGMENTS, EXPERTS, TOP_K, GROUPS,
-            TOP_GROUPS, NORMALISE, SCALE, R, G, P, K,
+            parts, bias, experts, weights, program, rows, columns, SEGMENTS, EXPERTS, TOP_K,
+            GROUPS, TOP_GROUPS, NORMALISE, SCALE, G, P, K,
         )  # fmt: skip
-        if FUSED:
-            if R == 1:  # each choice is a block of its own
-                choice = tl.arange(0, K)
-                real = choice < TOP_K
-                tl.store(block_expert + choice, tl.reshape(chosen, (K,)), mask=real)
-                t = tl.arange(0, T)
-                own = tl.where(t[None, :] == 0, choice[:, None], TOP_K)
-                to = block_slots + choice[:, None] * T + t[None, :]
-                tl.store(to, own, mask=real[:, None])
-            else:
-                place = tl.arange(0, R * K)
-                slot = tl.where(place % K < TOP_K, place // K * TOP_K + place % K, LARGEST)
-                flat = tl.reshape(chosen, (R * K,))
-                make_blocks(
-                    flat, slot, rows * TOP_K, block_expert, block_slots, BOUND, BOUND_P, R * K, T
-                )
+        if ALONE:
+            choice, t = tl.arange(0, K), tl.arange(0, T)
+            real = choice < TOP_K
+            tl.store(block_expert + choice, chosen, mask=real)
+            own = tl.where(t[None, :] == 0, choice[:, None], TOP_K)
+            tl.store(block_slots + choice[:, None] * T + t[None, :], own, mask=real[:, None])
     elif SHARED_INNER > 0:
         swiglu_shared(
-            parts, shared, program - routing, rows, columns, SEGMENTS, EXPERTS, SHARED_INNER,
+            parts, shared, program - rows, rows, columns, SEGMENTS, EXPERTS, SHARED_INNER,
             SHARED_WIDTH,
         )  # fmt: skip
 
