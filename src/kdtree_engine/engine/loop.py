@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -113,6 +114,10 @@ class Engine:
         On CUDA a decode step is launched before the one before it is read, unless the drafter works
         on the host; so what it did is among the results of the next call.
         """
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            return self._step()
+
+    def _step(self) -> list[StepResult]:
         running = self.scheduler.schedule()
         prompts = [request for request in running if request.is_prefill]
         launched = self._launch([request for request in running if not request.is_prefill])
@@ -145,6 +150,8 @@ class Engine:
             return False
         blocks, rows = None, 1
         reach = max(min(self.drafter.horizon, request.remaining - 1) for request in due)
+        if self.runner.captures and self.drafter.on_device:
+            reach = self.drafter.horizon  # one graph will do: the device knows each one's limit
         if self._drafts and reach > 0:
             if self.drafter.on_device:
                 vocab = self.target.config.vocab_size
