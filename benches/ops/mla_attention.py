@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kdtree_engine.kernels.mla_attention.launch import Tiling, attend, tiling
+from kdtree_engine.kernels.mla_attention.blocks import zones
+from kdtree_engine.kernels.mla_attention.launch import ZONES, Tiling, attend, tiling
 from kdtree_engine.kernels.mla_attention.plan import TILE, TablePlan
 from kdtree_engine.types import SpanTable
 from ops.base import Variant
@@ -16,21 +18,25 @@ HEADS, KV, ROPE = 8, 512, 64
 SCALE = 0.14467963
 ROWS = (1, 8, 16, 32, 64)
 CONTEXTS = (4096, 32768, 131072)
-CUTS = (
-    Tiling(8, 4, 1),
-    Tiling(8, 8, 2),
-    Tiling(16, 4, 2),
-    Tiling(16, 8, 2),
-    Tiling(16, 8, 2, apart=True),
-    Tiling(16, 4, 2, limit=0),
-    Tiling(16, 4, 2, limit=256),
-    Tiling(16, 4, 2, waves=1),
-    Tiling(16, 4, 2, batch=4),
-    Tiling(16, 4, 2, waves=4),
-    Tiling(16, 4, 1, split=2),
-    Tiling(32, 8, 2),
-    Tiling(32, 8, 2, apart=True),
-    Tiling(32, 8, 2, limit=0),
+LONGER = zones(((2048, 128), (8192, 256), (32768, 512), (1 << 30, 2048)))
+"""Other blocks, with other bits: half as many parts to write and fold beyond 32,768 keys."""
+FEW = (
+    Tiling(16, stages=3),
+    Tiling(16, stages=3, fold_width=32, fold_batch=16),
+    Tiling(16, stages=3, fold_width=32, fold_batch=8, fold_warps=2),
+    Tiling(16, warps=4, stages=2),
+    Tiling(32, stages=3),
+    Tiling(64, apart=True, fold_width=32, fold_batch=16),
+    Tiling(64, apart=True),
+)
+MANY = (
+    Tiling(32, stages=3),
+    Tiling(64),
+    Tiling(64, apart=True),
+    Tiling(64, apart=True, waves=4),
+    Tiling(64, apart=True, waves=24),
+    Tiling(64, apart=True, fold_width=128),
+    Tiling(64, apart=True, fold_batch=16),
 )
 
 
@@ -86,11 +92,11 @@ def _check(problem: _Problem, cut: Tiling, expected: list[Tensor]) -> str | None
 
 def _variant(problem: _Problem, context: int, cut: Tiling, expected: list[Tensor]) -> Variant:
     rows = problem.plan.rows
-    limit = "" if cut.limit is None else f" limit {cut.limit}"
+    blocks = "" if cut.zones == ZONES else " blocks 2048"
     return Variant(
         f"mla_attention rows {rows} context {context}: {cut.columns} columns {cut.warps} warps "
-        f"{'apart ' if cut.apart else ''}"
-        f"{cut.stages} stages split {cut.split} waves {cut.waves} batch {cut.batch}{limit}",
+        f"{'apart ' if cut.apart else ''}{cut.stages} stages waves {cut.waves} "
+        f"fold {cut.fold_width} x {cut.fold_batch} by {cut.fold_warps}{blocks}",
         lambda layer: problem.run(layer, cut),
         lambda: _check(problem, cut, expected),
         problem.layers,
@@ -105,7 +111,10 @@ def variants() -> Iterator[Variant]:
         for rows in ROWS:
             problem, expected = _Problem(rows, context), list[Tensor]()
             columns = rows * HEADS
-            chosen = tiling(columns, torch.cuda.get_device_capability() >= (12, 0))
-            for cut in dict.fromkeys((chosen, *CUTS)):
-                if cut.columns <= max(16, columns):
-                    yield _variant(problem, context, cut, expected)
+            small = torch.cuda.get_device_capability() >= (12, 0)
+            chosen = tiling(columns, context // TILE + 3, small)
+            cuts = [chosen] if small else [chosen, *(FEW if columns <= 64 else MANY)]
+            for cut in dict.fromkeys(cuts):
+                yield _variant(problem, context, cut, expected)
+            if context > 32768:
+                yield _variant(problem, context, replace(chosen, zones=LONGER), [])

@@ -12,18 +12,23 @@ from torch import Tensor
 
 from kdtree_engine.config import PAGE_SIZE
 from kdtree_engine.kernels.mla_attention import mla_attention, plan_attention
+from kdtree_engine.kernels.mla_attention.blocks import BORDERS, block_of, first_key, zones
 from kdtree_engine.kernels.mla_attention.launch import Tiling, attend
 from kdtree_engine.kernels.mla_attention.plan import TablePlan
 from kdtree_engine.kernels.tree_mask import tree_mask
 from kdtree_engine.types import SpanTable, StepInputs
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+kernel = pytest.importorskip("kdtree_engine.kernels.mla_attention.kernel")
 if torch.cuda.is_available():
     pytest.skip("kernels compile here; tests/gpu has their tests", allow_module_level=True)
 
 HEADS, KV, ROPE = 2, 16, 16
 SCALE = 0.13
-CUT = Tiling(columns=16, warps=4, stages=1, limit=100, batch=1)
+SMALL = zones(((128, 64), (512, 128), (1 << 30, 256)))  # blocks whose borders a short text meets
+CUT = Tiling(columns=16, warps=4, stages=1, fold_batch=4, zones=SMALL)
+FROZEN = replace(CUT, zones=zones())
 BRANCHING = (-1, 0, 0, 2)
 
 
@@ -132,70 +137,110 @@ def near(result: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(result, expected, rtol=2e-5, atol=2e-6)
 
 
-CONTEXTS = (0, 1, 63, 64, 127, 128, 129, 500, 1023, 1025, 2500)
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_tree_row_is_near_the_reference_and_has_the_bits_of_plain_decoding(context: int) -> None:
+def same_as_plain(context: int, cut: Tiling) -> None:
+    """A tree's path, a causal run and its last row alone have the same bits, near the reference."""
     count = len(BRANCHING)
     keys, queries = text(context + 2 * count)
     tree = step(keys, queries, [context], BRANCHING, count)
-    result = tree.kernels()
+    result = tree.kernels(cut)
     near(result, tree.reference())
     path = path_of(BRANCHING)
     causal = step(keys, queries, [context], None, len(path))
-    run = causal.kernels()
+    run = causal.kernels(cut)
     near(run, causal.reference())
     assert torch.equal(result[path], run)
     last = context + len(path) - 1
-    assert torch.equal(step(keys, queries, [last], (-1,), 1).kernels()[0], run[-1])
+    assert torch.equal(step(keys, queries, [last], (-1,), 1).kernels(cut)[0], run[-1])
+
+
+@pytest.mark.parametrize("context", [0, 1, 63, 64, 127, 190, 257, 510, 767])
+def test_tree_row_is_near_the_reference_and_has_the_bits_of_plain_decoding(context: int) -> None:
+    same_as_plain(context, CUT)
+
+
+@pytest.mark.parametrize("context", [127, 2047])
+def test_the_frozen_blocks(context: int) -> None:
+    same_as_plain(context, FROZEN)
+
+
+def test_blocks_grow_and_have_closed_forms() -> None:
+    table = zones()
+    starts, size = [0], 0
+    for end, size in BORDERS[:-1]:
+        starts += range(starts[-1] + size, end, size)
+        starts.append(end)
+    starts += [starts[-1] + BORDERS[-1][1] * i for i in range(1, 99)]
+    assert starts == sorted(set(starts))
+    for block, start in enumerate(starts[:-1]):
+        assert first_key(block, table) == start
+        for key in (start, start + 1, starts[block + 1] - 1):
+            assert block_of(key, table) == block
+    assert [block_of(1 << bits, table) for bits in (12, 13, 15, 17, 18)] == [24, 40, 88, 184, 312]
+
+
+def inspect(given: Any, out: Any, BLOCK: tl.constexpr, ZONES: tl.constexpr) -> None:
+    value = tl.load(given)
+    if BLOCK:
+        tl.store(out, kernel.block_of(value, ZONES))
+    else:
+        tl.store(out, kernel.first_key(value, ZONES))
+
+
+def test_the_device_knows_the_same_blocks() -> None:
+    table, run = zones(), triton.jit(inspect)
+    keys = [0, 127, 128, 2047, 2048, 8191, 8192, 32767, 32768, 200_000]
+    for host, values in ((block_of, keys), (first_key, [0, 1, 15, 16, 17, 39, 40, 88, 89, 300])):
+        for value in values:
+            given, out = torch.tensor([value], dtype=torch.int32), torch.empty(1, dtype=torch.int32)
+            run[(1,)](given, out, BLOCK=host is block_of, ZONES=table)
+            assert out.item() == host(value, table), (host, value)
 
 
 @pytest.mark.parametrize("parents", [None, BRANCHING])
-@pytest.mark.parametrize("context", [1290])
+@pytest.mark.parametrize("context", [520])
 def test_every_cut_has_the_same_bits(context: int, parents: Sequence[int] | None) -> None:
     keys, queries = text(context + 20)
     made = step(keys, queries, [context], parents, len(BRANCHING))
     expected = made.kernels()
     for cut in (
-        replace(CUT, limit=0, batch=2, apart=True),
-        replace(CUT, limit=0, columns=8, split=2, waves=1),
+        replace(CUT, columns=64, apart=True, waves=0, fold_batch=3),
+        replace(CUT, columns=8, fold_width=8),
     ):
         assert torch.equal(made.kernels(cut), expected), cut
 
 
 def test_a_long_run_has_the_bits_of_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys, queries = text(1200, heads=1)
-    made = step(keys, queries, [1000], None, 70)
-    grouped = replace(CUT, limit=0, columns=64)
-    expected = made.kernels(grouped)
+    keys, queries = text(350, heads=1)
+    made = step(keys, queries, [250], None, 70)
+    wide = replace(CUT, columns=64)
+    expected = made.kernels(wide)
     near(expected, made.reference())
     monkeypatch.setattr("kdtree_engine.kernels.mla_attention.launch._MOST_BYTES", 1)
-    assert torch.equal(made.kernels(grouped), expected)
-    single = step(keys, queries, [1069], None, 1)
+    assert torch.equal(made.kernels(wide), expected)
+    single = step(keys, queries, [319], None, 1)
     assert torch.equal(single.kernels()[0], expected[69])
 
 
 def test_requests_of_different_lengths_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     count = len(BRANCHING)
-    keys, queries = text(1400, heads=1)
-    contexts = [1100, 0, 130]
+    keys, queries = text(400, heads=1)
+    contexts = [300, 0, 130]
     made = step(keys, queries, contexts, BRANCHING, count)
-    result = made.kernels(replace(CUT, limit=4))
+    result = made.kernels()
     near(result, made.reference())
     for place, context in enumerate(contexts):
         alone = step(keys, queries, [context], BRANCHING, count).kernels()
         assert torch.equal(result[place * count : (place + 1) * count], alone)
     monkeypatch.setattr("kdtree_engine.kernels.mla_attention.launch._MOST_BYTES", 1)
-    assert torch.equal(made.kernels(replace(CUT, limit=4)), result)
+    assert torch.equal(made.kernels(), result)
 
 
 def test_a_full_tree_of_64_rows() -> None:
     keys, queries = text(400, heads=1)
-    made = step(keys, queries, [127], range(-1, 63), 64)
+    made = step(keys, queries, [191], range(-1, 63), 64)
     result = made.kernels(replace(CUT, columns=64))
     near(result, made.reference())
-    assert torch.equal(step(keys, queries, [190], None, 1).kernels()[0], result[63])
+    assert torch.equal(step(keys, queries, [254], None, 1).kernels()[0], result[63])
 
 
 @pytest.mark.parametrize(("heads", "value_dim", "rope"), [(1, 16, 8), (3, 24, 8), (9, 40, 24)])

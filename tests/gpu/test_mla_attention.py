@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 KV, ROPE, HEADS, SCALE = 512, 64, 8, 0.14467963
 WIDTH = KV + ROPE
 # Every instance that a small device also holds; the wider ones are benches/ops/mla_attention.py's.
-CUTS = (Tiling(8, 4, 1), Tiling(8, 4, 1, limit=0), Tiling(16, 4, 1, limit=4))
+CUTS = (Tiling(16), Tiling(16, waves=0, fold_width=32, fold_batch=4, fold_warps=2))
 PARENTS = [-1, 0, 0, 1, 2, 2, 4, 6, 6, 8]
 
 
@@ -26,16 +26,17 @@ def cuts() -> tuple[Tiling, ...]:
         return CUTS
     return (
         *CUTS,
-        Tiling(16, 4, 2, limit=0),
-        Tiling(32, 8, 2),
-        Tiling(32, 8, 2, limit=0, apart=True),
+        Tiling(16, warps=4, stages=2),
+        Tiling(32, stages=3),
+        Tiling(64, apart=True),
+        Tiling(64, fold_width=128),
     )
 
 
-def text(length: int) -> tuple[Tensor, Tensor]:
+def text(length: int, heads: int = HEADS, width: int = WIDTH) -> tuple[Tensor, Tensor]:
     make = torch.Generator("cuda").manual_seed(1)
-    keys = torch.randn(length, WIDTH, generator=make, device="cuda")
-    queries = torch.randn(length, HEADS, WIDTH, generator=make, device="cuda") * 0.3
+    keys = torch.randn(length, width, generator=make, device="cuda")
+    queries = torch.randn(length, heads, width, generator=make, device="cuda") * 0.3
     return keys.bfloat16(), queries.bfloat16()
 
 
@@ -49,12 +50,12 @@ def path_of(parents: Sequence[int], row: int) -> list[int]:
 
 def run(
     keys: Tensor, queries: Tensor, context: int, tokens: Tensor, parents: Sequence[int] | None,
-    cut: Tiling | None = None, seed: int = 0,
+    cut: Tiling | None = None, seed: int = 0, value_dim: int = KV,
 ) -> Tensor:  # fmt: skip
     """One request: a causal run of `tokens`, or a tree of them. Unused memory is NaN."""
     rows, width = len(tokens), (context + len(tokens)) // TILE + 3
-    latents = torch.full((width + 2, TILE, WIDTH), torch.nan, device="cuda").bfloat16()
-    flat = latents.view(-1, WIDTH)
+    latents = torch.full((width + 2, TILE, keys.shape[1]), torch.nan, device="cuda").bfloat16()
+    flat = latents.view(-1, keys.shape[1])
     make = torch.Generator().manual_seed(seed)
     order = torch.randperm(width + 1, generator=make).int().cuda()
     pages = order[None, :width].contiguous()
@@ -70,10 +71,10 @@ def run(
     flat[own] = keys[tokens]
     contexts = torch.tensor([context], dtype=torch.int32, device="cuda")
     plan = TablePlan(SpanTable(contexts, pages, masks), own, rows)
-    return attend(queries[tokens].contiguous(), latents, plan, SCALE, KV, cut)
+    return attend(queries[tokens].contiguous(), latents, plan, SCALE, value_dim, cut)
 
 
-@pytest.mark.parametrize("context", [0, 63, 127, 129, 1025, 5000])
+@pytest.mark.parametrize("context", [0, 63, 126, 1025, 2046, 9000])
 def test_trees_runs_rows_and_cuts_agree(context: int) -> None:
     keys, queries = text(context + 400)
     path = path_of(PARENTS, len(PARENTS) - 1)
@@ -92,6 +93,46 @@ def test_trees_runs_rows_and_cuts_agree(context: int) -> None:
         single = run(keys, queries, context + 2, follow[2:3], [-1], cut)
         assert torch.equal(single[0], expected[2]), cut
         assert torch.equal(run(keys, queries, context, follow[:64], None, cut)[:4], expected[:4])
+
+
+@pytest.mark.parametrize("context", [300, 2040])
+def test_the_packaged_model(context: int) -> None:
+    """4 heads of 64 + 32."""
+    keys, queries = text(context + 64, 4, 96)
+    tokens = torch.arange(context, context + 16, device="cuda")
+    expected = run(keys, queries, context, tokens, None, value_dim=64)
+    scores = queries[context + 15].float() @ keys[: context + 16].float().T * SCALE
+    truth = torch.softmax(scores, -1) @ keys[: context + 16, :64].float()
+    assert (expected[-1].float() - truth).norm() < 6e-3 * truth.norm()
+    for cut in (None, *cuts()):
+        chain = run(keys, queries, context, tokens, range(-1, 15), cut, value_dim=64)
+        assert torch.equal(chain, expected), cut
+    single = run(keys, queries, context + 9, tokens[9:10], [-1], value_dim=64)
+    assert torch.equal(single[0], expected[9])
+
+
+def test_requests_of_different_lengths_do_not_meet() -> None:
+    contexts, count, width = [4000, 0, 130], 4, 66
+    keys, queries = text(4100)
+    latents = torch.full((200, TILE, WIDTH), torch.nan, device="cuda").bfloat16()
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(3)).int().cuda()
+    pages = torch.stack([order[i * width : (i + 1) * width] for i in range(3)])
+    slots, query = [], []
+    for place, context in enumerate(contexts):
+        at = torch.arange(context + count, device="cuda")
+        where = pages[place][at // TILE].long() * TILE + at % TILE
+        latents.view(-1, WIDTH)[where] = keys[at]
+        slots.append(where[context:])
+        query.append(queries[context : context + count])
+    masks = torch.tensor([[1, 3, 7, 15]] * 3, device="cuda")
+    table = SpanTable(torch.tensor(contexts, dtype=torch.int32, device="cuda"), pages, masks)
+    plan = TablePlan(table, torch.cat(slots), 3 * count)
+    for cut in (None, *cuts()):
+        result = attend(torch.cat(query), latents, plan, SCALE, KV, cut)
+        for place, context in enumerate(contexts):
+            tokens = torch.arange(context, context + count, device="cuda")
+            alone = run(keys, queries, context, tokens, None)
+            assert torch.equal(result[place * count : (place + 1) * count], alone), cut
 
 
 def test_a_chain_of_64_rows() -> None:

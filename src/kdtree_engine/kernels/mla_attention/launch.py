@@ -9,50 +9,51 @@ import torch
 from torch import Tensor
 
 from kdtree_engine.kernels.launch import launch_options, multiprocessors, precise
+from kdtree_engine.kernels.mla_attention.blocks import Zones, block_of, zones
 from kdtree_engine.kernels.mla_attention.plan import TILE, TablePlan
 from kdtree_engine.types import SpanTable
 
-UNIT_TILES = 2
-"""Tiles of a unit: the online recurrence runs inside it. Part of the order that fixes the bits."""
-GROUP_UNITS = 8
-"""Units of a group, folded in order; then groups are. Part of the order that fixes the bits."""
-
-UNIT_KEYS = UNIT_TILES * TILE
-_TAIL_UNITS = 2  # 127 committed keys and 64 ancestors
+ZONES = zones()
 _MOST_BYTES = 1 << 29  # of partial values: more rows go in several passes
-_COMBINE_WIDTH = 128
+_OWN_KEYS = 2 * TILE  # a tree row's: 63 committed keys and 64 ancestors at most
 
 
 @dataclass(frozen=True)
 class Tiling:
     """How the kernels cut the work.
 
-    columns: rows x heads a program takes at once. split: programs that share the value columns,
-    each computing all scores. waves: programs a device is given at once, in SMs. batch: groups
-    that `combine` reads at once. limit: spans of up to so many units in pages are cut into units,
-    longer ones into groups; None: as many as leave too few groups to fill the device. apart: of 8
-    warps, each half computes half of the scores (else both compute all) at some registers' cost.
+    columns: rows x heads a program takes at once. waves: programs a device is given at once, in
+    SMs. apart: of 8 warps, each half computes the scores of half of the keys (else both may
+    compute all). fold_width, fold_batch, fold_warps: value columns and warps of a program of
+    `combine`, and blocks that it reads at once. zones: the blocks, not a free choice; benches alone
+    try others.
     """
 
     columns: int
-    warps: int
-    stages: int
-    split: int = 1
-    waves: int = 2
-    limit: int | None = None
-    batch: int = 2
+    warps: int = 8
+    stages: int = 2
     apart: bool = False
+    waves: int = 8
+    fold_width: int = 64
+    fold_batch: int = 8
+    fold_warps: int = 4
+    zones: Zones = ZONES
 
 
-def tiling(columns: int, small_memory: bool) -> Tiling:
+def tiling(columns: int, pages: int, small_memory: bool) -> Tiling:
     """The tiling for spans of `columns` rows x heads.
 
-    small_memory: a block has 99 KB (sm_120): one tile of K2.6 keys and 16 columns of the query.
+    pages: the width of the table, which bounds the context: below 8192 keys there are at most 40
+    blocks, so smaller tiles of columns keep more of the device at work. small_memory: a program has
+    99 KB (sm_120), one tile of K2.6 keys and 16 columns.
     """
     if small_memory:
-        return Tiling(8 if columns <= 8 else 16, 8, 1)
-    # 8 columns would leave wgmma, and with it the double buffering of the keys
-    return Tiling(16, 8, 2, apart=True) if columns <= 128 else Tiling(32, 8, 2, apart=True)
+        return Tiling(16)
+    if columns <= 16:  # narrow slices, many reads in flight: few programs fold
+        return Tiling(16, stages=3, fold_width=32, fold_batch=16)
+    if columns <= 64 and pages <= 128:
+        return Tiling(16, stages=3)
+    return Tiling(32, stages=3) if columns <= 32 else Tiling(64, apart=True)
 
 
 def attend(
@@ -81,8 +82,8 @@ def attend(
         assert tree.is_contiguous()
     out = query.new_empty(rows, heads, value_dim)
     query = query.contiguous()
-    cut = cut or tiling(count * heads, _small_memory(query))
-    for places, first, end in _passes(plan.spans, count, heads * value_dim * 4, cut, heads, query):
+    cut = cut or tiling(count * heads, plan.spans.pages.shape[1], _small_memory(query))
+    for places, first, end in _passes(plan.spans, count, heads * value_dim * 4, cut):
         own = slice(places.start * count + first, (places.stop - 1) * count + end)
         table = SpanTable(
             plan.spans.contexts[places],
@@ -98,33 +99,20 @@ def _small_memory(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (12, 0)
 
 
-def _limit(spans: int, columns: int, cut: Tiling, device: torch.device) -> int:
-    """Units in pages up to which each unit is a part: beyond, groups fill most of the device."""
-    if cut.limit is not None:
-        return cut.limit
-    programs = spans * -(-columns // cut.columns) * cut.split
-    return max(GROUP_UNITS, GROUP_UNITS * 3 * multiprocessors(device) // (4 * programs))
-
-
-def _most_parts(pages: int, limit: int) -> int:
-    """Most parts in pages that a span of a table `pages` wide can have."""
-    units = -(-pages * TILE // UNIT_KEYS)
-    if units <= limit:
-        return units
-    return max(limit, units // GROUP_UNITS + GROUP_UNITS - 1)
+def _most_parts(pages: int, table: Zones) -> int:
+    """Most blocks that a span of a table `pages` wide can have, and the one its tail begins."""
+    return block_of(pages * TILE, table) + 1
 
 
 def _passes(
-    spans: SpanTable, count: int, row_bytes: int, cut: Tiling, heads: int, x: Tensor
+    spans: SpanTable, count: int, row_bytes: int, cut: Tiling
 ) -> list[tuple[slice, int, int]]:
     """(spans, first row, end row) of each pass, so that a pass's partial values fit.
 
     Trees go whole, as many spans at a time as fit; a causal run goes in cuts of its rows.
     """
     total, width = spans.pages.shape
-    limit = _limit(1, count * heads, cut, x.device)
-    row_bytes *= _most_parts(width, limit) + _TAIL_UNITS
-    fit = max(1, _MOST_BYTES // row_bytes)
+    fit = max(1, _MOST_BYTES // (row_bytes * _most_parts(width, cut.zones)))
     if spans.ancestors is not None:
         step = max(1, fit // count)
         return [(slice(s, min(s + step, total)), 0, count) for s in range(0, total, step)]
@@ -147,35 +135,33 @@ def _launch(
     rows, heads, width = query.shape
     value_dim, table = out.shape[2], plan.spans
     spans, pages = table.pages.shape
-    count = rows // spans
+    count, columns = rows // spans, rows * heads
     causal = table.ancestors is None
-    limit = _limit(spans, count * heads, cut, query.device)
-    parts = _most_parts(pages, limit)
-    columns = rows * heads
-    stored = parts + (0 if causal else _TAIL_UNITS)
-    values = torch.empty(stored, columns, value_dim, dtype=torch.float32, device=query.device)
-    high, mass = torch.empty(2, stored, columns, dtype=torch.float32, device=query.device)
+    parts = _most_parts(pages, cut.zones)
+    assert parts * columns * value_dim < 1 << 31, (parts, columns)  # offsets of 32 bits
+    values = query.new_empty(parts, columns, value_dim, dtype=torch.float32)
+    high, mass = query.new_empty(2, parts, columns, dtype=torch.float32)
+    scores = query.new_empty(0 if causal else columns, _OWN_KEYS, dtype=torch.float32)
+    places = plan.slots.new_empty(0 if causal else rows, _OWN_KEYS)
 
-    tiles = spans * -(-count * heads // cut.columns) * cut.split
+    tiles = spans * -(-count * heads // cut.columns)
     chunks = max(1, min(parts, cut.waves * multiprocessors(query.device) // tiles))
-    shared = tiles * chunks
-    tail_columns = 0 if causal else min(cut.columns, 16, max(8, _power(heads)))
-    tails = 0 if causal else rows * _TAIL_UNITS * -(-heads // tail_columns) * cut.split
+    own = 0 if causal else rows * 2 * -(-heads // 16)
     ancestors = plan.slots if table.ancestors is None else table.ancestors
-    options = launch_options(query)
-    kernel.partials[(shared + tails,)](
+    rounded = scale * math.log2(math.e)
+    options = {"PRECISE": precise(query), **launch_options(query)}
+    kernel.partials[(tiles * chunks + own,)](
         query, latents, plan.slots, table.contexts, table.pages, ancestors, values, high, mass,
-        scale * math.log2(math.e), limit, first, count, columns, pages, chunks, shared, parts,
+        scores, places, rounded, first, count, columns, pages, chunks, tiles * chunks,
         HEADS=heads, KV=value_dim, ROPE=width - value_dim, V=max(16, _power(value_dim)),
-        E=max(16, _power(width - value_dim)), CAUSAL=causal, COLUMNS=cut.columns,
-        TAIL_COLUMNS=tail_columns, SPLIT=cut.split, UNIT=UNIT_TILES, GROUP=GROUP_UNITS,
-        STAGES=cut.stages, APART=cut.apart, PRECISE=precise(query), num_warps=cut.warps, **options,
+        E=max(16, _power(width - value_dim)), ZONES=cut.zones, CAUSAL=causal,
+        COLUMNS=cut.columns, STAGES=cut.stages, APART=cut.apart, num_warps=cut.warps, **options,
     )  # fmt: skip
-    wide = min(_COMBINE_WIDTH, _power(value_dim))
-    kernel.combine[(columns, -(-value_dim // wide))](
-        values, high, mass, out, table.contexts, ancestors, limit, first, count, columns, parts,
-        HEADS=heads, KV=value_dim, CAUSAL=causal, WIDTH=wide, UNIT=UNIT_TILES, GROUP=GROUP_UNITS,
-        BATCH=cut.batch, num_warps=2, **options,
+    folded, wide = min(16, _power(heads)), min(cut.fold_width, max(16, _power(value_dim)))
+    kernel.combine[(rows * -(-heads // folded), -(-value_dim // wide))](
+        values, high, mass, scores, places, latents, out, table.contexts, rounded, first, count,
+        columns, HEADS=heads, KV=value_dim, ROPE=width - value_dim, ZONES=cut.zones, CAUSAL=causal,
+        FOLDED=folded, WIDTH=wide, BATCH=cut.fold_batch, num_warps=cut.fold_warps, **options,
     )  # fmt: skip
 
 
