@@ -33,10 +33,11 @@ from kdtree_engine.kernels.prologue import begin, product
 
 
 @triton.jit
-def unpack_ptx(words):
-    """int16 words to their four planes of bf16 q; two words lie in one register.
+def unpack_ptx(words, s0, s1, s2, s3):
+    """int16 words to their four planes of bf16(q * scale); two words lie in one register.
 
-    A nibble OR-ed into the mantissa of bf16 128 is 128 + q + 8, and subtracting 136 is exact.
+    s0 .. s3: the planes' scales, [N, 1]. A nibble OR-ed into the mantissa of bf16 128 is
+    128 + q + 8, and subtracting 136 is exact. Outputs are written before the last input is read.
     """
     return tl.inline_asm_elementwise(
         """
@@ -46,20 +47,24 @@ def unpack_ptx(words):
         mov.b32 o, 0x43004300;
         mov.b32 b, 0x43084308;
         lop3.b32 t, $4, m, o, 0xEA;
-        sub.bf16x2 $0, t, b;
+        sub.bf16x2 t, t, b;
+        mul.bf16x2 $0, t, $5;
         shr.u32 t, $4, 4;
         lop3.b32 t, t, m, o, 0xEA;
-        sub.bf16x2 $1, t, b;
+        sub.bf16x2 t, t, b;
+        mul.bf16x2 $1, t, $6;
         shr.u32 t, $4, 8;
         lop3.b32 t, t, m, o, 0xEA;
-        sub.bf16x2 $2, t, b;
+        sub.bf16x2 t, t, b;
+        mul.bf16x2 $2, t, $7;
         shr.u32 t, $4, 12;
         lop3.b32 t, t, m, o, 0xEA;
-        sub.bf16x2 $3, t, b;
+        sub.bf16x2 t, t, b;
+        mul.bf16x2 $3, t, $8;
         }
         """,
-        "=r,=r,=r,=r,r",
-        [words],
+        "=&r,=&r,=&r,=&r,r,r,r,r,r",
+        [words, s0, s1, s2, s3],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
         is_pure=True,
         pack=2,
@@ -68,7 +73,7 @@ def unpack_ptx(words):
 
 @triton.jit
 def plane(words, scale, J: tl.constexpr, DTYPE: tl.constexpr):
-    """bf16(q * scale) of nibble plane J, in DTYPE: what unpack_ptx's plane times the scale is.
+    """bf16(q * scale) of nibble plane J, in DTYPE: what unpack_ptx returns.
 
     Rounded by hand, to nearest and ties to even: the interpreter's own bfloat16 cuts the bits off.
     """
@@ -94,6 +99,27 @@ def inputs(x, valid, k, start, K: tl.constexpr, CHECK: tl.constexpr):
 
 
 @triton.jit
+def four_of(scales):
+    """The four planes [.., N, 1] of a block's scales [.., 4, N].
+
+    One load: a plane alone is too little for an asynchronous copy where N is small.
+    """
+    N: tl.constexpr = scales.shape[len(scales.shape) - 1]
+    if len(scales.shape) == 3:
+        S: tl.constexpr = scales.shape[0]
+        low = tl.permute(tl.reshape(scales, (S, 2, 2, N)), (0, 3, 1, 2))
+    else:
+        low = tl.permute(tl.reshape(scales, (2, 2, N)), (2, 0, 1))
+    even, odd = tl.split(low)
+    s0, s2 = tl.split(even)
+    s1, s3 = tl.split(odd)
+    return (
+        tl.expand_dims(s0, -1), tl.expand_dims(s1, -1), tl.expand_dims(s2, -1),
+        tl.expand_dims(s3, -1),
+    )  # fmt: skip
+
+
+@triton.jit
 def multiply(
     acc, weight, scale, x, valid, k, step, block, BLOCKS: tl.constexpr, K: tl.constexpr,
     MASKED: tl.constexpr, HELD: tl.constexpr, DTYPE: tl.constexpr, QUANTISED: tl.constexpr,
@@ -101,10 +127,10 @@ def multiply(
 ):  # fmt: skip
     """acc [.., N, T] + a block of weights, `step` after those pointed to, times its inputs.
 
-    With a leading dimension of segments, each has its own block. weight [.., N, 32], scale [.., N],
-    x [.., 32, T]: pointers to the first block's; k [.., 32, 1]: its inputs. block [.., 1]: which
-    block it is, read where MASKED: it may lie beyond the last. Where HELD, x is a tuple of
-    this block's inputs, loaded before, and valid and k are not read.
+    With a leading dimension of segments, each has its own block. weight [.., N, 32], scale
+    [.., 4, N], x [.., 32, T]: pointers to the first block's; k [.., 32, 1]: its inputs. block
+    [.., 1]: which block it is, read where MASKED: it may lie beyond the last. Where HELD, x is a
+    tuple of this block's inputs, loaded before, and valid and k are not read.
     """
     STEP: tl.constexpr = 128 if QUANTISED else 32
     if MASKED:
@@ -112,24 +138,30 @@ def multiply(
         words = tl.load(weight, mask=tl.broadcast_to(here, weight.shape), other=0)
     else:
         words = tl.load(weight)
-    if QUANTISED and PTX:
-        planes = unpack_ptx(words)
+    if QUANTISED:
+        at = scale + step * (4 * TILE)
+        if MASKED:
+            here = tl.expand_dims(block < BLOCKS, -1)
+            scales = tl.load(at, mask=tl.broadcast_to(here, at.shape), other=0.0)
+        else:
+            scales = tl.load(at)
+        s0, s1, s2, s3 = four_of(scales)
+        if PTX:
+            planes = unpack_ptx(words, s0, s1, s2, s3)
+        else:
+            planes = (
+                plane(words, s0, 0, DTYPE),
+                plane(words, s1, 1, DTYPE),
+                plane(words, s2, 2, DTYPE),
+                plane(words, s3, 3, DTYPE),
+            )
     for j in tl.static_range(STEP // 32):
         if HELD:
             value = x[j]
         else:
             value = inputs(x, valid, k, step * STEP + j * 32, K, MASKED or K % STEP != 0)
         if QUANTISED:
-            at = scale + (step * 4 + j) * TILE
-            if MASKED:
-                row_scale = tl.load(at, mask=tl.broadcast_to(block < BLOCKS, at.shape), other=0.0)
-            else:
-                row_scale = tl.load(at)
-            row_scale = tl.expand_dims(row_scale, -1)
-            if PTX:
-                w = (planes[j] * row_scale).to(DTYPE)
-            else:
-                w = plane(words, row_scale, j, DTYPE)
+            w = planes[j].to(DTYPE)
         else:
             w = words
         acc = product(w, value, acc, PRECISE)
@@ -173,10 +205,11 @@ def joint_sum(
     MASKED: tl.constexpr = BLOCKS % S != 0
     first = tl.arange(0, S)[:, None] * SEGMENT
     n, k = tl.arange(0, N), tl.arange(0, 32)
+    plane_rows = tl.arange(0, 4)[:, None] * TILE + n[None, :]
     w = weight + first[:, :, None] * (TILE * 32) + n[None, :, None] * 32 + k[None, None, :]
     s = w
     if QUANTISED:
-        s = scale + first * (STEP // 32 * TILE) + n[None, :]
+        s = scale + first[:, :, None] * (4 * TILE) + plane_rows[None, :, :]
     ks = first[:, :, None] * STEP + k[None, :, None]
     own = x + line[None, None, :] + ks
     valid = tl.broadcast_to(valid[None, None, :], own.shape)
@@ -199,7 +232,7 @@ def whole_sum(
     SEGMENT: tl.constexpr = (BLOCKS + S - 1) // S
     n, k = tl.arange(0, N), tl.arange(0, 32)
     w = weight + n[:, None] * 32 + k[None, :]
-    s = scale + n if QUANTISED else w
+    s = scale + tl.arange(0, 4)[:, None] * TILE + n[None, :] if QUANTISED else w
     own = x + line[None, :] + k[:, None]
     valid = tl.broadcast_to(valid[None, :], own.shape)
     acc = tl.zeros((N, T), tl.float32)
@@ -259,7 +292,7 @@ def place_of(
     weight, scale, part, BLOCKS: tl.constexpr, QUANTISED: tl.constexpr, N: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Pointers weight [N, 32] and scale [N] moved to the first block of the part-th N rows."""
+    """Pointers weight [N, 32] and scale [4, N] moved to the first block of the part-th N rows."""
     tile, row = part // (TILE // N) * BLOCKS, part % (TILE // N) * N
     base = tile.to(tl.int64) * TILE
     w = weight + (base + row) * 32
@@ -293,7 +326,7 @@ def rows_of_tiles(
     STEP: tl.constexpr = 128 if QUANTISED else 32
     n, k = tl.arange(0, N), tl.arange(0, 32)
     weight = weight + n[:, None] * 32 + k[None, :]
-    scale = scale + n if QUANTISED else weight
+    scale = scale + tl.arange(0, 4)[:, None] * TILE + n[None, :] if QUANTISED else weight
     own = x + line[None, :] + k[:, None]
     inside = tl.broadcast_to(valid[None, :], own.shape)
     if HELD:
