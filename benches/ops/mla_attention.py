@@ -20,23 +20,26 @@ ROWS = (1, 8, 16, 32, 64)
 CONTEXTS = (4096, 32768, 131072)
 LONGER = zones(((2048, 128), (8192, 256), (32768, 512), (1 << 30, 2048)))
 """Other blocks, with other bits: half as many parts to write and fold beyond 32,768 keys."""
+WIDE = Tiling(64, apart=True, ahead=True)
 FEW = (
     Tiling(16, stages=3),
+    Tiling(16, stages=3, ahead=True),
+    Tiling(16, stages=2, ahead=True),
     Tiling(16, stages=3, fold_width=32, fold_batch=16),
     Tiling(16, stages=3, fold_width=32, fold_batch=8, fold_warps=2),
-    Tiling(16, warps=4, stages=2),
     Tiling(32, stages=3),
-    Tiling(64, apart=True, fold_width=32, fold_batch=16),
-    Tiling(64, apart=True),
+    replace(WIDE, fold_width=32, fold_batch=16),
+    WIDE,
 )
 MANY = (
     Tiling(32, stages=3),
     Tiling(64),
-    Tiling(64, apart=True),
-    Tiling(64, apart=True, waves=4),
-    Tiling(64, apart=True, waves=24),
-    Tiling(64, apart=True, fold_width=128),
-    Tiling(64, apart=True, fold_batch=16),
+    replace(WIDE, ahead=False),
+    replace(WIDE, apart=False),
+    WIDE,
+    replace(WIDE, waves=24),
+    replace(WIDE, fold_width=128),
+    replace(WIDE, fold_batch=16),
 )
 
 
@@ -95,8 +98,8 @@ def _variant(problem: _Problem, context: int, cut: Tiling, expected: list[Tensor
     blocks = "" if cut.zones == ZONES else " blocks 2048"
     return Variant(
         f"mla_attention rows {rows} context {context}: {cut.columns} columns {cut.warps} warps "
-        f"{'apart ' if cut.apart else ''}{cut.stages} stages waves {cut.waves} "
-        f"fold {cut.fold_width} x {cut.fold_batch} by {cut.fold_warps}{blocks}",
+        f"{'apart ' if cut.apart else ''}{'ahead ' if cut.ahead else ''}{cut.stages} stages "
+        f"waves {cut.waves} fold {cut.fold_width} x {cut.fold_batch} by {cut.fold_warps}{blocks}",
         lambda layer: problem.run(layer, cut),
         lambda: _check(problem, cut, expected),
         problem.layers,

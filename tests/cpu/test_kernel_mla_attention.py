@@ -203,7 +203,7 @@ def test_every_cut_has_the_same_bits(context: int, parents: Sequence[int] | None
     made = step(keys, queries, [context], parents, len(BRANCHING))
     expected = made.kernels()
     for cut in (
-        replace(CUT, columns=64, apart=True, waves=0, fold_batch=3),
+        replace(CUT, columns=64, apart=True, ahead=True, waves=0, fold_batch=3),
         replace(CUT, columns=8, fold_width=8),
     ):
         assert torch.equal(made.kernels(cut), expected), cut

@@ -186,6 +186,7 @@ def shared_blocks(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
     APART: tl.constexpr,
+    AHEAD: tl.constexpr,
     PRECISE: tl.constexpr,
 ):
     """Every chunks-th block of one span, the last (and longest) first, for one tile of columns."""
@@ -226,14 +227,14 @@ def shared_blocks(
             keys = latents + page.to(tl.int64) * (TILE * (KV + ROPE))
             latent, rope = load_rows(keys, offset, key < length, KV, ROPE, V, E, CAUSAL)
             visible = (key[None, :] <= position[:, None]) & known[:, None]
-            if APART:
+            if AHEAD:
                 # Always true: a branch at the end of the body is scheduled behind the copies of
                 # the tile after this one, so they fly while this one is worked on.
                 if scale > LOWEST:
-                    s = score(q_latent, q_rope, latent, rope, scale, True, PRECISE)
+                    s = score(q_latent, q_rope, latent, rope, scale, APART, PRECISE)
                     m, n, a = add_tile(s, latent, visible, scale, m, n, a, CAUSAL, PRECISE)
             else:
-                s = score(q_latent, q_rope, latent, rope, scale, False, PRECISE)
+                s = score(q_latent, q_rope, latent, rope, scale, APART, PRECISE)
                 m, n, a = add_tile(s, latent, visible, scale, m, n, a, CAUSAL, PRECISE)
         at = block * columns + column
         tl.store(high + at, m, mask=known)
@@ -295,7 +296,7 @@ def own_scores(
     tl.store(at, s, mask=known[:, None])
 
 
-@triton.jit(do_not_specialize=["first", "count", "chunks", "shared"])
+@triton.jit(do_not_specialize=["first", "count", "columns", "width", "chunks", "shared"])
 def partials(
     query,
     latents,
@@ -325,6 +326,7 @@ def partials(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
     APART: tl.constexpr,
+    AHEAD: tl.constexpr,
     PRECISE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -361,6 +363,7 @@ def partials(
             COLUMNS,
             STAGES,
             APART,
+            AHEAD,
             PRECISE,
         )
     elif not CAUSAL:
@@ -430,7 +433,7 @@ def fold_state(M, L, A, m, n, a, FOLDED: tl.constexpr):
     return fold(M, L, A, m, n, a)
 
 
-@triton.jit(do_not_specialize=["first", "count"])
+@triton.jit(do_not_specialize=["first", "count", "columns"])
 def combine(
     values,
     high,

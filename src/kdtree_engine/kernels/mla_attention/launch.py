@@ -22,17 +22,18 @@ _OWN_KEYS = 2 * TILE  # a tree row's: 63 committed keys and 64 ancestors at most
 class Tiling:
     """How the kernels cut the work.
 
-    columns: rows x heads a program takes at once. waves: programs a device is given at once, in
-    SMs. apart: of 8 warps, each half computes the scores of half of the keys (else both may
-    compute all). fold_width, fold_batch, fold_warps: value columns and warps of a program of
-    `combine`, and blocks that it reads at once. zones: the blocks, not a free choice; benches alone
-    try others.
+    columns: rows x heads a program takes at once. apart: of 8 warps, each half computes the scores
+    of half of the keys (else both compute all, if columns are 64). ahead: the next tile's copies
+    start before the products of this one. waves: programs a device is given at once, in SMs.
+    fold_width, fold_warps: value columns and warps of a program of `combine`; fold_batch: blocks
+    that it reads at once. zones: the blocks, not a free choice; benches alone try others.
     """
 
     columns: int
     warps: int = 8
     stages: int = 2
     apart: bool = False
+    ahead: bool = False
     waves: int = 8
     fold_width: int = 64
     fold_batch: int = 8
@@ -53,7 +54,7 @@ def tiling(columns: int, pages: int, small_memory: bool) -> Tiling:
         return Tiling(16, stages=3, fold_width=32, fold_batch=16)
     if columns <= 64 and pages <= 128:
         return Tiling(16, stages=3)
-    return Tiling(32, stages=3) if columns <= 32 else Tiling(64, apart=True)
+    return Tiling(32, stages=3) if columns <= 32 else Tiling(64, apart=True, ahead=True)
 
 
 def attend(
@@ -155,7 +156,8 @@ def _launch(
         scores, places, rounded, first, count, columns, pages, chunks, tiles * chunks,
         HEADS=heads, KV=value_dim, ROPE=width - value_dim, V=max(16, _power(value_dim)),
         E=max(16, _power(width - value_dim)), ZONES=cut.zones, CAUSAL=causal,
-        COLUMNS=cut.columns, STAGES=cut.stages, APART=cut.apart, num_warps=cut.warps, **options,
+        COLUMNS=cut.columns, STAGES=cut.stages, APART=cut.apart, AHEAD=cut.ahead,
+        num_warps=cut.warps, **options,
     )  # fmt: skip
     folded, wide = min(16, _power(heads)), min(cut.fold_width, max(16, _power(value_dim)))
     kernel.combine[(rows * -(-heads // folded), -(-value_dim // wide))](
