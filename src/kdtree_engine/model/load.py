@@ -176,7 +176,10 @@ class _Builder:
         Kernels read both along their inputs: W_UK's memory is then transposed, W_UV's as stored.
         """
         if self.kernels:
-            stored = key_up.transpose(1, 2).contiguous(), value_up.contiguous()
+            # A split of one head counts as contiguous with the whole's strides: `contiguous` would
+            # keep them, and kernels go by strides.
+            whole = torch.contiguous_format
+            stored = [x.clone(memory_format=whole) for x in (key_up.transpose(1, 2), value_up)]
             return stored[0].transpose(1, 2), stored[1].transpose(1, 2)
         return key_up.contiguous(), value_up.transpose(1, 2).contiguous()
 
