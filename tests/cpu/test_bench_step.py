@@ -1,4 +1,6 @@
-"""`kdtree bench step`: the floor's arithmetic, a rank's share, loads, output, a whole tiny run."""
+"""`kdtree bench step`: the floor's arithmetic, a rank's share, loads, output, a whole tiny run; and
+the same step free of the contract.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +12,40 @@ from typing import Any
 
 import pytest
 import torch
+from e2e.pretend import Pretend
 from interpreter import allow_device_loops
 
 from kdtree_engine import cli
-from kdtree_engine.engine.measure import gate, step, table, timing, weights
+from kdtree_engine.cache import CacheLayout
+from kdtree_engine.engine.measure import free, gate, products, step, table, timing, weights
+from kdtree_engine.engine.measure.decoding import (
+    HORIZON,
+    Decoding,
+    brooms,
+    decoding,
+    distinct_experts,
+    random_pool,
+)
 from kdtree_engine.engine.measure.floor import (
     Step,
     Work,
+    drafter_work,
     expected_distinct,
     floor_by_operator,
     floor_ms,
     step_work,
     total,
 )
-from kdtree_engine.engine.measure.shapes import KIMI_K26, TINY, shape, share
+from kdtree_engine.engine.measure.shapes import KIMI_K26, TINY, drafter_shape, shape, share
 from kdtree_engine.errors import KDTreeError, OptionError
-from kdtree_engine.model import load_target
+from kdtree_engine.kernels import linear
+from kdtree_engine.kernels.linear import PackedLinear, random_linear
+from kdtree_engine.kernels.mla_attention import launch as attention
+from kdtree_engine.kernels.tree_build import TreePlaces, plan_trees
+from kdtree_engine.model import load_target, moe
 
 MOE_LAYERS = 60
+CPU = torch.device("cpu")
 
 allow_device_loops()
 
@@ -103,6 +121,36 @@ def test_share_of_one_rank() -> None:
     assert share(KIMI_K26, 1) == KIMI_K26
     with pytest.raises(OptionError, match="cannot be divided"):
         share(KIMI_K26, 7)
+
+
+def test_one_head_is_laid_out_like_several() -> None:
+    config = replace(share(TINY, 16), num_layers=1)
+    layer = weights.random_target(config, torch.float32, CPU, kernels=True).layers[0].attention
+    nope, latent, value = config.nope_dim, config.kv_lora_rank, config.v_dim
+    assert config.num_heads == 1 and layer.key_up.shape == (1, nope, latent)
+    assert layer.key_up.stride() == (nope * latent, 1, nope)
+    assert layer.value_up.shape == (1, latent, value)
+    assert layer.value_up.stride() == (latent * value, 1, latent)
+
+
+def test_the_drafter_is_whole_on_every_rank() -> None:
+    target = share(KIMI_K26, 8)
+    drafter = drafter_shape("kimi-k2.6", target)
+    assert (drafter.vocab_size, drafter.mask_token_id) == (20_480, 20_478)
+    assert drafter.tap_layers == (1, 12, 24, 35, 47, 58)
+    short = drafter_shape("kimi-k2.6", replace(target, num_layers=5))
+    assert short.tap_layers == (1, 4, 4, 4, 4, 4)
+
+    def bytes_of(rows: int, context: int) -> float:
+        return total(drafter_work(drafter, target, Step(rows, 1, context, []))).bytes
+
+    head = target.vocab_size * 7168 * 2
+    # The published checkpoint's 6.48 GiB. Keys and values come twice: of what was committed, and
+    # of the block.
+    again = 6 * 2 * 8 * 128 * 7168 * 2
+    assert bytes_of(8, 0) - head - again == pytest.approx(6.4807 * 2**30, rel=1e-4)
+    assert bytes_of(8, 100_000) - bytes_of(8, 0) == 6 * 4096 * 2 * 8 * 128 * 2
+    assert bytes_of(1, 4096) == 43_008 * 7168 * 2 + again
 
 
 def test_shapes_by_name() -> None:
@@ -185,6 +233,25 @@ def test_time_by_kernel_and_grid() -> None:
     )  # fmt: skip
 
 
+def test_operators_join_grids_and_name_products_by_weight() -> None:
+    def product(name: str, columns: int, rows: int = 8) -> products.Product:
+        return products.Product(name, random_linear(columns, 512, torch.bfloat16, CPU, 1.0), rows)
+
+    found = [product("o", 7168), product("q_b", 1536), product("dense_down", 7168)]
+    found += [product("o", 7168)]
+    segments = found[1].weight.segments
+    assert segments > 1
+    split = {
+        "linear_parts 112x1x1": 1.0, f"linear_parts 24x{segments}x1": 2.0,
+        "linear_parts 7x7x7": 4.0, "add_norm_rows 8x1x1": 8.0, "add_norm_rows 1x1x1": 16.0,
+        "Memcpy DtoD": 32.0,
+    }  # fmt: skip
+    assert products.by_operator(split, found) == {
+        "o, dense_down": 1.0, "q_b": 2.0, "linear_parts": 4.0, "add_norm_rows": 24.0,
+        "Memcpy": 32.0,
+    }  # fmt: skip
+
+
 def measurement(**changes: Any) -> table.Measurement:
     known = table.Measurement(
         "kimi-k2.6", 8, 61, 8, 4096, 1, 4.0, 3.0, 59.5, "uniform", "bfloat16", 20, True
@@ -202,12 +269,29 @@ def test_json_line_and_table() -> None:
     )
     assert set(wanted.split()) <= row.keys()
     assert row["bench"] == "step" and row["ratio"] == 0.75 and row["all_reduce"] is False
+    assert row["gate"] is True and row["drafter"] is False
     assert table.table_row(measurement()).split() == ["8", "4096", "4.000", "3.000", "0.75", "59.5"]
     assert len(table.table_row(measurement())) == len(table.HEADER)
-    split = measurement(split={f"k{i}": float(i) for i in range(30)}, floor_split={"head": 0.5})
+    split = measurement(
+        split={f"k{i}": float(i) for i in range(30)},
+        operators={"o": 2.0},
+        floor_split={"head": 0.5},
+    )
     assert json.loads(table.json_line(split, machine()))["split"]["k7"] == 7.0
     lines = table.split_rows(split)
-    assert lines[1].split()[:2] == ["k29", "29.000"] and any("6 others" in one for one in lines)
+    assert lines[1].split()[:2] == ["o", "2.000"] and lines[3].split()[:2] == ["k29", "29.000"]
+    assert any("14 others" in one for one in lines)
+
+
+def test_the_price_in_words_and_as_json() -> None:
+    found = table.Price(measurement(), 4.1, 4.0, {"o": "by cuBLAS", "experts": "in 1"})
+    row = json.loads(table.price_line(found, machine()))
+    assert row["bench"] == "price" and row["price"] == pytest.approx(0.025)
+    assert (row["ms_contract"], row["ms_free"], row["rows"], row["gpu"]) == (
+        4.1, 4.0, 8, "NVIDIA H200",
+    )  # fmt: skip
+    assert row["choices"] == {"o": "by cuBLAS", "experts": "in 1"} and row["gate"] is True
+    assert "price 2.5%" in table.price_row(found) and "o by cuBLAS" in table.price_row(found)
 
 
 @pytest.mark.parametrize(
@@ -226,58 +310,188 @@ def test_options_that_cannot_be(changed: dict[str, Any]) -> None:
         weights.RandomCheckpoint(config, torch.device("cpu"), options.routing)
 
 
-@pytest.mark.parametrize("routing", ["uniform", "zipf"])
-def test_a_tiny_run(routing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("routing", "more"), [("uniform", ["--drafter", "--free"]), ("zipf", [])])
+def test_a_tiny_run(
+    routing: str, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "rows.jsonl"
     arguments = ["bench", "step", "--shape", "tiny", "--rank-of", "8", "--requests", "2"]
     arguments += ["--rows", "2,16", "--contexts", "0,100", "--repeats", "1", "--split"]
-    arguments += ["--routing", routing, "--json", str(out)]
+    arguments += ["--routing", routing, "--json", str(out), *more]
     assert cli.run(arguments) == 0
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = [line for line in lines if line["bench"] == "step"]
     assert [(row["rows"], row["context"]) for row in rows] == [(2, 0), (2, 100), (16, 0), (16, 100)]
     for row in rows:
         assert row["ms"] > 0 and row["ratio"] > 0 and row["split"] and row["routing"] == routing
         assert 3 <= row["distinct_experts"] <= 12 and row["graph"] is False
+        assert row["drafter"] is ("--drafter" in more) and row["operators"]
+        assert ("draft_observe" in row["floor_split"]) is ("--drafter" in more)
+    prices = [line for line in lines if line["bench"] == "price"]
+    assert len(prices) == (4 if "--free" in more else 0)
+    assert all(price["ms_free"] > 0 and price["choices"] == {} for price in prices)
     shown = capsys.readouterr().out
     assert "gate passed" in shown and "all-reduces" in shown and table.HEADER in shown
 
 
+@pytest.mark.parametrize("rows", [2, 4, 8, 9, 64])
+@pytest.mark.parametrize("requests", [1, 3])
+def test_a_broom_is_a_chain_and_siblings_of_different_tokens(rows: int, requests: int) -> None:
+    roots, blocks = brooms(requests, rows, vocab=256)
+    places = TreePlaces(
+        torch.tensor(roots),
+        torch.zeros(requests, dtype=torch.int32),
+        torch.zeros(requests, dtype=torch.int64),
+    )
+    planned = plan_trees(blocks.log_probs, blocks.tokens, rows - 1, places, 1000)
+    chain = min(HORIZON, rows - 1)
+    for depths in planned.trees.depths.tolist():
+        assert depths == [*range(chain + 1), *[1] * (rows - 1 - chain)]
+    assert planned.rows.tokens.unique().numel() == rows * requests
+    assert brooms(1, 64, vocab=32)[1].tokens.max() < 32
+
+
+def subject(requests: int, rows: int, temperature: float = 0.0, **options: Any) -> Decoding:
+    """A step of the tiny shape, each request at position 100."""
+    config = replace(share(TINY, 8), **options)
+    target = weights.random_target(config, torch.float32, CPU)
+    torch.manual_seed(0)
+    pool = random_pool(target, CacheLayout(4 * requests, requests), torch.float32)
+    found = decoding(
+        target, pool, rows, *brooms(requests, rows, config.vocab_size), temperature=temperature
+    )
+    found.stand(100)
+    return found
+
+
+@torch.inference_mode()
+def test_rows_choose_experts_as_if_independent() -> None:
+    """Also through many layers, where rows over one context grow alike."""
+    config = replace(
+        KIMI_K26, vocab_size=1024, hidden_size=256, num_layers=20, num_heads=4, q_lora_rank=64,
+        kv_lora_rank=64, nope_dim=16, rope_dim=16, v_dim=16, intermediate_size=128,
+        moe_intermediate_size=32, num_experts=96, experts_per_token=4, max_positions=4096,
+    )  # fmt: skip
+    target = weights.random_target(config, torch.float32, CPU, embedding=weights.APART)
+    pool = random_pool(target, CacheLayout(10, 1), torch.float32)
+    for rows in (8, 32):
+        one = decoding(target, pool, rows, *brooms(1, rows, config.vocab_size))
+        for context in (0, 500):
+            one.stand(context)
+            found = distinct_experts(one)
+            wanted = expected_distinct(96, 4, rows)
+            assert len(found) == 19
+            assert sum(found) / 19 == pytest.approx(wanted, rel=0.06), (rows, context)
+            assert sum(found[-5:]) / 5 == pytest.approx(wanted, rel=0.12), (rows, context)
+
+
+@torch.inference_mode()
 def test_every_repeat_is_the_same_step() -> None:
-    """The context does not move, though each step commits its root."""
-    target = step._build(share(TINY, 8), step.Options("tiny"), torch.float32, torch.device("cpu"))
-    cache = step.random_cache(target, 2, 4, torch.float32)
-    one = step.verification(target, cache, 2, 8, temperature=1.0)
-    one.set_context(100)
-    one.run()
-    first = {name: value.clone() for name, value in one.made.items()}
-    assert bool((one.contexts > 100).all())
-    committed = cache.pool.latents[0].view(-1, target.config.latent_dim)
-    slots = cache.pages[:, 1].long() * 64 + 100 - 64
-    assert torch.equal(committed[slots], committed[one.slots[:, 0]])
-    one.run()
-    assert all(torch.equal(one.made[name], value) for name, value in first.items())
+    """The requests are set back, though each step moves them and commits their roots."""
+    one = subject(2, 8, temperature=1.0)
+    state, pool = one.engine.state, one.engine.pool
+    one.engine.runner.keep_logits = True
+    first = one.launch()
+    places = torch.arange(2)
+    assert bool((state.at(places).context > 100).all())
+    committed = pool.latents[0].view(-1, one.engine.target.config.latent_dim)
+    standing = state.at(places)
+    slots = standing.pages[:, 1].long() * 64 + 100 - 64
+    assert torch.equal(committed[slots], committed[standing.scratch])
+    again = one.launch()
+    assert first.logits is not None and again.logits is not None
+    assert torch.equal(first.logits, again.logits)
+    for left, right in zip(first.records, again.records, strict=True):
+        assert left.emitted == right.emitted and torch.equal(left.tree.tokens, right.tree.tokens)
+    one.reset()
+    assert state.at(places).context.tolist() == [100, 100]
 
 
+@torch.inference_mode()
+def test_what_is_replayed_is_the_engines_graph() -> None:
+    one = subject(2, 8)
+    engine = one.engine
+    engine.runner = Pretend(engine, 2, eager=False)
+    engine.runner.captures = True
+    replay = one.captured()
+    graph = next(iter(engine.runner._graphs.values()))
+    assert replay == graph.graph.replay and len(engine.runner._graphs) == 1
+    one.stand(37)
+    one.reset()
+    logits = one.operators().logits
+    one.reset()
+    replay()
+    assert torch.equal(graph.out.logits, logits)
+
+
+def on_kernels(target: Any, monkeypatch: pytest.MonkeyPatch, requests: int) -> Decoding:
+    """Four rows a request, in kernels where the target is laid out for them."""
+    torch.manual_seed(0)
+    pool = random_pool(target, CacheLayout(3 * requests, requests), torch.float32)
+    draft = brooms(requests, 4, target.config.vocab_size)
+    one = decoding(target, pool, 4, *draft, temperature=0.7)
+    one.stand(100)
+    if isinstance(target.head, PackedLinear):
+        for name, module in list(sys.modules.items()):
+            if name.startswith("kdtree_engine.") and hasattr(module, "has_kernel"):
+                monkeypatch.setattr(module, "has_kernel", lambda x: True)
+    return one
+
+
+@torch.inference_mode()
 def test_the_step_on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it in Triton's interpreter, against the same step on references."""
-    config, cpu = replace(share(TINY, 8), num_layers=2), torch.device("cpu")
-    made: list[dict[str, torch.Tensor]] = []
+    config = replace(share(TINY, 8), num_layers=2)
+    made = []
     for kernels in (False, True):
-        checkpoint = weights.RandomCheckpoint(config, cpu)
-        target = load_target(checkpoint, torch.float32, cpu, kernels=kernels)
-        torch.manual_seed(0)
-        one = step.verification(target, step.random_cache(target, 2, 3, torch.float32), 2, 4, 0.7)
-        one.set_context(100)
-        if kernels:
-            for name, module in list(sys.modules.items()):
-                if name.startswith("kdtree_engine.") and hasattr(module, "has_kernel"):
-                    monkeypatch.setattr(module, "has_kernel", lambda x: True)
-        distinct = step.distinct_experts(one)
-        made.append({**one.made, "contexts": one.contexts, "distinct": torch.tensor(distinct)})
-    wanted, got = made
-    logits = [found.pop("logits") for found in made]
-    assert (logits[0] - logits[1]).abs().max() < 2e-5 * logits[0].std()
-    assert all(torch.equal(got[name], value) for name, value in wanted.items())
+        checkpoint = weights.RandomCheckpoint(config, CPU)
+        target = load_target(checkpoint, torch.float32, CPU, kernels=kernels)
+        one = on_kernels(target, monkeypatch, requests=2)
+        distinct = distinct_experts(one)
+        out = one.operators()
+        made.append((out.logits, out.record, distinct, bool(products.products(one))))
+    (wanted, record, distinct, _), got = made
+    assert (wanted - got[0]).abs().max() < 2e-5 * wanted.std()
+    assert distinct == got[2] and [one[3] for one in made] == [False, True]
+    scores = 4  # the tree's, float64 as bits
+    assert torch.equal(record[:, :-scores], got[1][:, :-scores])
+
+
+@torch.inference_mode()
+def test_free_choices_are_made_swapped_in_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ways to add up the same: other bits, the same values."""
+    narrow = replace(share(TINY, 8), num_layers=2, num_experts=4, experts_per_token=1)
+    config = replace(narrow, hidden_size=1024)  # experts' K is cut from there on
+    target = weights.random_target(config, torch.float32, CPU, kernels=True)
+    one = on_kernels(target, monkeypatch, requests=1)
+
+    def swapped() -> list[Any]:
+        return [linear._launch_parts, attention.tiling, moe.expert_mlp]
+
+    before = swapped()
+    wanted = one.operators().logits
+    found = products.products(one)
+    assert {"qkv_a", "q_b", "o", "gate+shared", "dense_down", "head"} <= {p.name for p in found}
+    calls: list[Any] = []
+    monkeypatch.setattr(free, "captured", lambda call, device: call)
+    monkeypatch.setattr(free, "median_ms", lambda call, *rest: calls.append(call) or -len(calls))
+    matrices = free.Matrices()
+    dense = free.dense_choices(found, target.head, matrices)  # each way was faster than the last
+    assert dense and {0} <= set(dense.values()) and len(calls) > 2 * len(dense)
+    dense[4, found[0].weight.columns, 1024] = 4
+    [blocks, *_] = free.attention_trials(free.Choices(dense), target, 256)
+    [choices, *_] = free.expert_trials(blocks, target, 256)
+    assert (choices.attention, choices.experts) == (128, 1)
+    one.reset()
+    with free.free_of_contract(choices, matrices):
+        calls[0]()
+        assert all(x != y for x, y in zip(swapped(), before, strict=True))
+        logits = one.operators().logits
+    assert swapped() == before
+    assert (wanted - logits).abs().max() < 1e-4 * wanted.std()
+    assert not torch.equal(wanted, logits)
+    one.reset()
+    assert torch.equal(one.operators().logits, wanted)
 
 
 def test_the_gate_refuses_other_bits(

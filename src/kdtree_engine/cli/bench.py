@@ -12,6 +12,10 @@ from kdtree_engine.errors import OptionError
 bench = App(name="bench", help="Measure this machine.", help_format="plaintext")
 
 
+def _flag(text: str) -> Parameter:
+    return Parameter(help=text, negative=(), show_default=False)
+
+
 @bench.command
 def step(
     *,
@@ -38,14 +42,15 @@ def step(
         str | None,
         Parameter(help="Append one JSON line a measurement.", metavar="FILE", show_default=False),
     ] = None,
-    split: Annotated[
-        bool, Parameter(help="Also the time by kernel.", negative=(), show_default=False)
-    ] = False,
+    split: Annotated[bool, _flag("Also the time by operator and kernel.")] = False,
+    drafter: Annotated[bool, _flag("A DFlash drafter drafts inside the step.")] = False,
+    free: Annotated[bool, _flag("Also the step free of the contract, and its price.")] = False,
 ) -> None:
-    """Time the verification step of a model made of random weights, without files.
+    """Time the decode step of a model made of random weights, without files.
 
-    A step builds the trees from a given draft, verifies them, samples, walks and commits. The floor
-    is the time of what must be read and computed, at this machine's own rates.
+    It is the very step that `generate` does: trees from a given draft (or from a drafter), verify,
+    sample, walk, commit. The floor is the time of what must be read and computed, at this machine's
+    own rates.
     """
     from kdtree_engine.engine.measure.step import Options, run
 
@@ -57,9 +62,11 @@ def step(
         routing,
         _numbers("--rows", rows),
         _numbers("--contexts", contexts),
-        split,
-        repeats,
-        temperature,
+        split=split,
+        repeats=repeats,
+        temperature=temperature,
+        drafter=drafter,
+        free=free,
     )
     if json is None:
         run(options, _say, _drop)

@@ -114,6 +114,12 @@ class Runner:
         places = min(self._most, 1 << (requests - 1).bit_length())
         return places, 1 if rows == 1 else self._parts.policy.nodes + 1
 
+    def graph(self, requests: int, rows: int, given: bool) -> torch.cuda.CUDAGraph:
+        """The graph of a step that was launched before, its inputs the last launch's: for measuring
+        it alone. given: whether a host drafter's blocks came with the step.
+        """
+        return self._graphs[(*self.bucket(requests, rows), given)].graph
+
     def launch(self, requests: Sequence[Request], rows: int, blocks: DraftBlocks | None) -> None:
         """Start a step of `rows` rows a request. blocks: on the host, of `bucket` places."""
         assert self.in_flight < MOST_FLIGHTS

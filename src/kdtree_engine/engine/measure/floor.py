@@ -8,9 +8,9 @@ rows of the embedding are left out: together they are under a thousandth of a st
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kdtree_engine.config import ModelConfig
+from kdtree_engine.config import DrafterConfig, ModelConfig
 
 INT4_BYTES = 0.5 + 2 / 32  # of one weight: a nibble, and a bf16 scale for each group of 32
 DENSE_BYTES = 2.0  # bf16
@@ -57,6 +57,37 @@ def step_work(config: ModelConfig, step: Step) -> list[tuple[str, Work]]:
     assert next(distinct, None) is None, "more layers of experts counted than there are"
     found.append(("head", _dense(config.vocab_size, config, step)))
     return found
+
+
+def drafter_work(drafter: DrafterConfig, target: ModelConfig, step: Step) -> list[tuple[str, Work]]:
+    """The drafter's part of the step, its weights whole: it takes in what was committed, and where
+    there is a tree it drafts one block a request. The target's head is read once more for it.
+    """
+    hidden, dim = drafter.hidden_size, drafter.head_dim
+    keys = 2 * drafter.num_kv_heads * dim
+    depth = min(drafter.horizon, step.rows // step.requests - 1)
+    seen = replace(step, rows=step.requests * (1 + depth))
+    drafted = replace(step, rows=step.requests * drafter.block_size)
+
+    def product(columns: int, inputs: int, rows: Step) -> Work:
+        return _weights(columns * inputs, columns * inputs, rows)
+
+    fc = product(hidden, len(drafter.tap_layers) * hidden, seen)
+    injected = product(keys * drafter.num_layers, hidden, seen)
+    found = [("draft_observe", fc), ("draft_observe", injected)]
+    if depth == 0:
+        return found
+    queries = drafter.num_heads * dim
+    context = min(step.context, drafter.window or step.context)
+    cached = step.requests * context * keys * DENSE_BYTES
+    for _ in range(drafter.num_layers):
+        found += [
+            ("draft_attention", product(2 * queries + keys, hidden, drafted)),
+            ("draft_attention", Work(cached, 4.0 * drafted.rows * queries * context)),
+            ("draft_mlp", product(3 * drafter.intermediate_size, hidden, drafted)),
+        ]
+    guessed = replace(step, rows=step.requests * drafter.horizon)
+    return [*found, ("draft_head", product(target.vocab_size, hidden, guessed))]
 
 
 def floor_ms(work: Sequence[tuple[str, Work]], bandwidth_tbs: float, tflops: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kdtree_engine.config import ModelConfig, RopeConfig
+from kdtree_engine.config import DrafterConfig, ModelConfig, RopeConfig
 from kdtree_engine.errors import OptionError
 
 KIMI_K26 = ModelConfig(
@@ -56,6 +56,62 @@ TINY = replace(
 """The same kind of network, small enough for a CPU, and like K2.6 one that eight ranks divide."""
 
 SHAPES = {"kimi-k2.6": KIMI_K26, "tiny": TINY}
+
+KIMI_K26_DFLASH = DrafterConfig(
+    hidden_size=7168,
+    intermediate_size=18_432,
+    num_layers=6,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=163_840,
+    block_size=8,
+    mask_token_id=163_838,
+    tap_layers=(1, 12, 24, 35, 47, 58),
+    num_target_layers=61,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(50_000.0, "yarn", 64.0, 4096, 32.0, 1.0, 1.0, 1.0),
+    layer_types=("full_attention",) * 6,
+    window=4096,
+    max_positions=262_144,
+)
+"""z-lab's Kimi-K2.6-DFlash, with the window that it is served with."""
+
+TINY_DFLASH = replace(
+    KIMI_K26_DFLASH,
+    hidden_size=TINY.hidden_size,
+    intermediate_size=256,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=TINY.vocab_size,
+    mask_token_id=TINY.vocab_size - 2,
+    tap_layers=(0, 2),
+    num_target_layers=TINY.num_layers,
+    layer_types=("full_attention",) * 2,
+    window=64,
+    max_positions=TINY.max_positions,
+)
+
+DRAFTERS = {"kimi-k2.6": KIMI_K26_DFLASH, "tiny": TINY_DFLASH}
+
+
+def drafter_shape(name: str, target: ModelConfig) -> DrafterConfig:
+    """The named model's drafter beside `target`, a share of it: whole on every rank, as served.
+
+    Its head is the target's, so that is divided with the vocabulary, and the mask token moves
+    inside. Taps behind the last layer of a shortened target come from its last one.
+    """
+    drafter = DRAFTERS[name]
+    last = target.num_layers - 1
+    return replace(
+        drafter,
+        vocab_size=target.vocab_size,
+        mask_token_id=min(drafter.mask_token_id, target.vocab_size - 2),
+        tap_layers=tuple(min(layer, last) for layer in drafter.tap_layers),
+        num_target_layers=target.num_layers,
+    )
 
 
 def shape(name: str, layers: int | None = None) -> ModelConfig:

@@ -2,45 +2,62 @@
 
 from __future__ import annotations
 
-import contextlib
+import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
-from kdtree_engine.cache.layout import pages_for
-from kdtree_engine.config import MAX_ROWS_PER_REQUEST, ModelConfig
+from kdtree_engine.cache import CacheLayout, CachePool, pages_for
+from kdtree_engine.config import MAX_ROWS_PER_REQUEST, PAGE_SIZE, ModelConfig
+from kdtree_engine.drafter.dflash_model import DFlashModel
 from kdtree_engine.engine.measure import gate
-from kdtree_engine.engine.measure.floor import Step, floor_by_operator, floor_ms, step_work
-from kdtree_engine.engine.measure.shapes import shape, share
+from kdtree_engine.engine.measure.decoding import (
+    Decoding,
+    brooms,
+    decoding,
+    distinct_experts,
+    random_pool,
+)
+from kdtree_engine.engine.measure.floor import (
+    Step,
+    drafter_work,
+    floor_by_operator,
+    floor_ms,
+    step_work,
+)
+from kdtree_engine.engine.measure.free import Matrices
+from kdtree_engine.engine.measure.price import Pricer
+from kdtree_engine.engine.measure.products import by_operator, products
+from kdtree_engine.engine.measure.shapes import drafter_shape, shape, share
 from kdtree_engine.engine.measure.table import (
     HEADER,
     Machine,
     Measurement,
     heading,
     json_line,
+    price_line,
+    price_row,
     rows_per_request,
     split_rows,
     table_row,
 )
 from kdtree_engine.engine.measure.timing import (
-    captured,
+    Timed,
     check_machine,
     measure_machine,
-    median_ms,
+    medians_ms,
     time_by_kernel,
 )
-from kdtree_engine.engine.measure.verify import Cache, Verification, random_cache, verification
-from kdtree_engine.engine.measure.weights import random_target
+from kdtree_engine.engine.measure.weights import APART, random_drafter, random_target
 from kdtree_engine.engine.memory import free_bytes, page_bytes
 from kdtree_engine.errors import OptionError
-from kdtree_engine.model import Kimi, moe
+from kdtree_engine.model import Kimi
 
 Say = Callable[[str], None]
 
-_SPARE_BYTES = 6 << 30  # for activations, graphs and the allocator
+_SPARE_BYTES = 8 << 30  # for activations, graphs and the allocator
+_FREE_BYTES = 12 << 30  # for weights as cuBLAS reads them
 
 
 @dataclass(frozen=True)
@@ -55,6 +72,8 @@ class Options:
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     contexts: tuple[int, ...] = (0, 4096, 32_768, 131_072)
     split: bool = False
+    drafter: bool = False
+    free: bool = False
     repeats: int = 20
     temperature: float = 0.0
     seed: int = 0
@@ -70,24 +89,27 @@ def run(options: Options, say: Say, write: Say) -> list[Measurement]:
         machine = measure_machine(device)
         check_machine(machine)
         shallow = replace(config, num_layers=min(gate.LAYERS, config.num_layers))
-        gate.check_rows(_build(shallow, options, dtype, device), dtype)
+        gate.check_rows(random_target(shallow, dtype, device, options.routing, options.seed), dtype)
         say(f"gate passed: {gate.ROWS} rows of {shallow.num_layers} layers, bits of plain decoding")
-        target = _build(config, options, dtype, device)
-        contexts, cache = _cache(target, options, contexts, dtype, say)
+        target = random_target(
+            config, dtype, device, options.routing, options.seed, embedding=APART
+        )
+        drafter = None
+        if options.drafter:
+            drafter = random_drafter(drafter_shape(options.shape, config), dtype, device)
+        contexts, pool = _pool(target, drafter, options, contexts, dtype, say)
+        bench = _Bench(options, target, drafter, pool, machine, say, write)
         for line in heading(
-            options.shape, options.rank_of, config.num_layers, options.requests, machine
+            options.shape,
+            options.rank_of,
+            config.num_layers,
+            options.requests,
+            options.drafter,
+            machine,
         ):
             say(line)
         say(HEADER)
-        found = []
-        for rows in counts:
-            for one in _measure(target, cache, options, rows, contexts, machine):
-                found.append(one)
-                say(table_row(one))
-                for line in split_rows(one) if options.split else ():
-                    say(line)
-                write(json_line(one, machine))
-    return found
+        return [one for rows in counts for one in bench.measure(rows, contexts)]
 
 
 def plan(options: Options) -> tuple[ModelConfig, list[int], list[int]]:
@@ -110,108 +132,119 @@ def plan(options: Options) -> tuple[ModelConfig, list[int], list[int]]:
     return config, counts, contexts
 
 
-def _build(config: ModelConfig, options: Options, dtype: torch.dtype, device: torch.device) -> Kimi:
-    return random_target(config, dtype, device, options.routing, options.seed)
+def _pool(
+    target: Kimi,
+    drafter: DFlashModel | None,
+    options: Options,
+    contexts: Sequence[int],
+    dtype: torch.dtype,
+    say: Say,
+) -> tuple[list[int], CachePool]:
+    """The contexts that memory allows, and a cache for the longest of them.
 
-
-def _cache(
-    target: Kimi, options: Options, contexts: Sequence[int], dtype: torch.dtype, say: Say
-) -> tuple[list[int], Cache]:
-    """The contexts that memory allows, and a cache for the longest of them."""
-    if target.embedding.is_cuda:
+    It has as many pages as a request of all positions, if they fit: a request's table is then as
+    wide as `generate` has it, and kernels allot their results by its width.
+    """
+    cuda = target.embedding.is_cuda
+    if cuda:
+        gc.collect()
         torch.cuda.empty_cache()
-    size = page_bytes(target.config, None, dtype) * options.requests
+    shape = None if drafter is None else drafter.config
+    size = page_bytes(target.config, shape, dtype)
     free = free_bytes(target.device)
-    fitting = [
-        context
-        for context in contexts
-        if free is None or _pages(context) * size < free - _SPARE_BYTES * target.embedding.is_cuda
-    ]
+    if free is not None and cuda:
+        free -= _SPARE_BYTES + (_FREE_BYTES if options.free else 0)
+    most = max(contexts) if free is None else max(0, free) // size // options.requests * PAGE_SIZE
+    fitting = [context for context in contexts if _pages(context) * PAGE_SIZE <= most]
+    if free is None:
+        fitting = list(contexts)
     if len(fitting) < len(contexts):
         say(f"left out for lack of memory: contexts {sorted({*contexts} - {*fitting})}")
     if not fitting:
         raise OptionError("no context of --contexts fits into the memory that is free")
-    cache = random_cache(target, options.requests, _pages(max(fitting)), dtype)
-    return fitting, cache
+    pages = options.requests * _pages(max(fitting))
+    whole = pages_for(target.config.max_positions)
+    pages = max(pages, whole if free is None else min(whole, free // size))
+    return fitting, random_pool(target, CacheLayout(pages, options.requests), dtype, shape)
 
 
 def _pages(context: int) -> int:
-    """Pages of one request: its context and what a step may commit."""
+    """Pages of one request: its context and what a few steps may commit."""
     return pages_for(context + MAX_ROWS_PER_REQUEST)
 
 
-def _measure(
-    target: Kimi,
-    cache: Cache,
-    options: Options,
-    rows: int,
-    contexts: Sequence[int],
-    machine: Machine,
-) -> Iterator[Measurement]:
-    """One graph for all contexts, as the engine has it."""
-    requests, device = options.requests, target.device
-    step = verification(
-        target, cache, requests, rows // requests, options.temperature, options.seed
-    )
-    step.set_context(contexts[0])
-    replay = captured(step.run, device)
-    for context in contexts:
-        step.set_context(context)
+@dataclass(frozen=True, eq=False)
+class _Bench:
+    """Everything that is built once."""
+
+    options: Options
+    target: Kimi
+    drafter: DFlashModel | None
+    pool: CachePool
+    machine: Machine
+    say: Say
+    write: Say
+    matrices: Matrices = field(default_factory=Matrices)
+
+    def measure(self, rows: int, contexts: Sequence[int]) -> Iterator[Measurement]:
+        """Steps of `rows` rows, one graph for all contexts, as the engine has it."""
+        step = self.decoding(rows)
+        step.stand(contexts[0])
+        timed = step.reset, step.captured()
+        pricer = Pricer(lambda: self.decoding(rows), self.matrices) if self.options.free else None
+        for context in contexts:
+            found = self.at(step, timed, context)
+            self.say(table_row(found))
+            for line in split_rows(found) if self.options.split else ():
+                self.say(line)
+            self.write(json_line(found, self.machine))
+            if pricer is not None:
+                price = pricer.price(timed, found)
+                self.say(price_row(price))
+                self.write(price_line(price, self.machine))
+            yield found
+        del step, timed, pricer
+        gc.collect()  # an engine and its runner know each other, and hold a graph's memory
+
+    def decoding(self, rows: int) -> Decoding:
+        """A new engine whose requests share `rows` rows."""
+        options = self.options
+        each, vocab = rows // options.requests, self.target.config.vocab_size
+        roots, blocks = brooms(options.requests, each, vocab, options.seed)
+        return decoding(
+            self.target, self.pool, each, roots, blocks, options.temperature, self.drafter
+        )
+
+    def at(self, step: Decoding, timed: Timed, context: int) -> Measurement:
+        """One row of the table."""
+        options, device, config = self.options, self.target.device, self.target.config
+        step.stand(context)
         distinct = distinct_experts(step)
-        ms = median_ms(replay, device, options.repeats)
-        work = step_work(target.config, Step(rows, requests, context, distinct))
-        rates = machine.bandwidth_tbs, machine.matmul_tflops
-        yield Measurement(
+        [ms] = medians_ms([timed], device, options.repeats)
+        rows = len(step.requests) * step.rows
+        each = Step(rows, options.requests, context, distinct)
+        work = step_work(config, each)
+        if self.drafter is not None:
+            work += drafter_work(self.drafter.config, config, each)
+        rates = self.machine.bandwidth_tbs, self.machine.matmul_tflops
+        split = time_by_kernel(timed[1], device) if options.split else {}
+        step.reset()
+        return Measurement(
             options.shape,
             options.rank_of,
-            target.config.num_layers,
+            config.num_layers,
             rows,
             context,
-            requests,
+            options.requests,
             ms,
             floor_ms(work, *rates),
             sum(distinct) / max(1, len(distinct)),
             options.routing,
-            str(target.embedding.dtype).removeprefix("torch."),
+            str(self.target.embedding.dtype).removeprefix("torch."),
             options.repeats,
-            graph=device.type == "cuda",
-            split=time_by_kernel(replay, device) if options.split else {},
+            graph=step.engine.runner.captures,
+            drafter=self.drafter is not None,
+            split=split,
+            operators=by_operator(split, products(step)),
             floor_split=floor_by_operator(work, *rates) if options.split else {},
         )
-
-
-def distinct_experts(step: Verification) -> list[float]:
-    """How many different experts each layer's rows choose in this step, counted in an eager run."""
-    with _recorded_choices() as chosen:
-        step.run()
-    config = step.target.config
-    layers = sum(config.is_moe_layer(layer) for layer in range(config.num_layers))
-    assert len(chosen) == layers, f"{len(chosen)} choices of experts seen in {layers} layers"
-    return [float(len(set(experts.flatten().tolist()))) for experts in chosen]
-
-
-@contextlib.contextmanager
-def _recorded_choices() -> Iterator[list[Tensor]]:
-    """The experts [R, k] that the routers of one forward choose, layer by layer.
-
-    The model has no business handing them out, so its router is watched from here.
-    """
-    found: list[Tensor] = []
-    names = [name for name in ("route", "route_rows") if hasattr(moe, name)]
-    before = {name: getattr(moe, name) for name in names}
-
-    def watched(operator: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            result = operator(*args, **options)
-            found.append(result[0])
-            return result
-
-        return call
-
-    try:
-        for name, operator in before.items():
-            setattr(moe, name, watched(operator))
-        yield found
-    finally:
-        for name, operator in before.items():
-            setattr(moe, name, operator)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Measurement:
     """One step: `rows` rows of all requests together over `context` cached tokens each.
 
     ms: median of the repeats. distinct_experts: mean over the layers with experts. split: time by
-    kernel, floor_split: floor by operator, both ms a step.
+    kernel and grid, operators: by operator, floor_split: floor by operator; all ms a step.
     """
 
     shape: str
@@ -45,16 +46,59 @@ class Measurement:
     graph: bool
     all_reduce: bool = False  # one rank alone has nobody to add to
     drafter: bool = False
+    gate: bool = True  # without it nothing is measured
     split: dict[str, float] = field(default_factory=dict)
+    operators: dict[str, float] = field(default_factory=dict)
     floor_split: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Price:
+    """One step under the contract and free of it, in turns. choices: what the free one does."""
+
+    step: Measurement
+    ms_contract: float
+    ms_free: float
+    choices: dict[str, str]
+
+    @property
+    def price(self) -> float:
+        """What the contract adds, as a fraction of the free step."""
+        return self.ms_contract / self.ms_free - 1.0
+
+
+_OF_THE_STEP = (
+    *("shape", "rank_of", "layers", "rows", "context", "requests", "distinct_experts", "routing"),
+    *("dtype", "repeats", "graph", "all_reduce", "drafter", "gate"),
+)
+
+
+def price_line(found: Price, machine: Machine) -> str:
+    """One line, without a newline."""
+    row = {"bench": "price", **{name: getattr(found.step, name) for name in _OF_THE_STEP}}
+    row |= {"ms_contract": found.ms_contract, "ms_free": found.ms_free, "price": found.price}
+    return _line({**row, "choices": found.choices, **asdict(machine)})
+
+
+def price_row(found: Price) -> str:
+    """Below the step's line."""
+    chosen = ", ".join(f"{name} {value}" for name, value in found.choices.items())
+    return (
+        f"        contract {found.ms_contract:.3f} ms, free {found.ms_free:.3f} ms, "
+        f"price {found.price:.1%} (free: {chosen or 'the same choices'})"
+    )
 
 
 def json_line(found: Measurement, machine: Machine) -> str:
     """One line, without a newline."""
     row = {"bench": "step", **asdict(found), "ratio": found.floor_ms / found.ms, **asdict(machine)}
-    for empty in ("split", "floor_split"):
+    for empty in ("split", "operators", "floor_split"):
         if not row[empty]:
             del row[empty]
+    return _line(row)
+
+
+def _line(row: dict[str, Any]) -> str:
     rounded = {key: round(v, 6) if isinstance(v, float) else v for key, v in row.items()}
     return json.dumps(rounded)
 
@@ -70,33 +114,39 @@ def table_row(found: Measurement) -> str:
     )
 
 
-def split_rows(found: Measurement, most: int = 24) -> list[str]:
-    """The largest kernels, then the floor's operators; ms a step.
+def split_rows(found: Measurement, most: int = 16) -> list[str]:
+    """Operators, then the largest kernels by grid, then the floor's operators; ms a step.
 
     Kernels that start before the one before them has ended are counted in full: the sum may exceed
     the step's time.
     """
-    lines = [f"        {'kernel':<44}{'ms':>9}{'share':>8}"]
-    ordered = sorted(found.split.items(), key=lambda item: -item[1])
-    whole = sum(found.split.values()) or 1.0
+    lines = _times("operator", found.operators, len(found.operators))
+    lines += _times("kernel", found.split, most)
+    return lines + _times("floor of operator", found.floor_split, len(found.floor_split))
+
+
+def _times(title: str, spent: Mapping[str, float], most: int) -> list[str]:
+    """The `most` largest, and the others together."""
+    lines = [f"        {title:<44}{'ms':>9}{'share':>8}"]
+    ordered = sorted(spent.items(), key=lambda item: -item[1])
+    whole = sum(spent.values()) or 1.0
     for name, ms in ordered[:most]:
         lines.append(f"        {name[:43]:<44}{ms:>9.3f}{ms / whole:>8.1%}")
     if len(ordered) > most:
         rest = sum(ms for _, ms in ordered[most:])
         lines.append(f"        {f'{len(ordered) - most} others':<44}{rest:>9.3f}")
-    lines.append(f"        {'floor of operator':<44}{'ms':>9}")
-    for name, ms in sorted(found.floor_split.items(), key=lambda item: -item[1]):
-        lines.append(f"        {name:<44}{ms:>9.3f}")
     return lines
 
 
-def heading(shape: str, rank_of: int, layers: int, requests: int, machine: Machine) -> list[str]:
+def heading(
+    shape: str, rank_of: int, layers: int, requests: int, drafter: bool, machine: Machine
+) -> list[str]:
     """What was measured, before the table."""
     whole = "the whole model" if rank_of == 1 else f"the share of one of {rank_of} ranks"
     return [
         f"{shape}, {layers} layers, {whole}, {requests} request(s), on {machine.gpu}",
         f"copy {machine.bandwidth_tbs:.2f} TB/s, product {machine.matmul_tflops:.0f} TFLOP/s; "
-        "all-reduces and the drafter are left out",
+        + ("all-reduces are left out" if drafter else "all-reduces and the drafter are left out"),
     ]
 
 

@@ -22,6 +22,8 @@ LEAST_COPY_TBS = 4.0
 """An H200 whose copy is slower is shared or throttled: nothing measured on it counts."""
 
 Call = Callable[[], object]
+Timed = tuple[Call, Call]
+"""What sets the state back, not timed, and what is timed."""
 
 
 def captured(step: Call, device: torch.device) -> Call:
@@ -41,23 +43,45 @@ def captured(step: Call, device: torch.device) -> Call:
 
 def median_ms(call: Call, device: torch.device, repeats: int) -> float:
     """Median milliseconds of `repeats` calls, after two that are not counted."""
-    for _ in range(2):
-        call()
-    return statistics.median(_once_ms(call, device) for _ in range(repeats))
+    [found] = medians_ms([(_nothing, call)], device, repeats)
+    return found
 
 
-def _once_ms(call: Call, device: torch.device) -> float:
+def medians_ms(calls: Sequence[Timed], device: torch.device, repeats: int) -> list[float]:
+    """Median milliseconds of each call, in turns, `repeats` times after two that are not counted.
+
+    On CUDA all of it is enqueued before anything is waited for: the device is never idle between
+    the two events around a call, as it would be while the host launches a large graph.
+    """
+    spans: list[list[Callable[[], float]]] = [[] for _ in calls]
+    for turn in range(repeats + 2):
+        for (reset, call), span in zip(calls, spans, strict=True):
+            reset()
+            ms = _enqueue(call, device)
+            if turn >= 2:
+                span.append(ms)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return [statistics.median(ms() for ms in span) for span in spans]
+
+
+def _enqueue(call: Call, device: torch.device) -> Callable[[], float]:
+    """Milliseconds of a call, to be asked for once the device is through with it."""
     if device.type != "cuda":
         start = time.perf_counter()
         call()
-        return (time.perf_counter() - start) * 1e3
+        spent = (time.perf_counter() - start) * 1e3
+        return lambda: spent
     begin: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     end: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     begin.record()
     call()
     end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end))
+    return lambda: float(begin.elapsed_time(end))
+
+
+def _nothing() -> None:
+    """A call without state."""
 
 
 def measure_machine(device: torch.device) -> Machine:

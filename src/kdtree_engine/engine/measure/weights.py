@@ -2,7 +2,7 @@
 
 The network is then built by the same code that reads a checkpoint, save that experts laid out for
 kernels are made where they lie. Weights have a spread of 1 / sqrt(inputs), so that values stay near
-1 through all layers and the router's scores vary.
+1 through all layers and the router's scores vary; only the embedding's may be larger.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from torch import Tensor
 
 from kdtree_engine.checkpoints import ModelCheckpoint
 from kdtree_engine.checkpoints.load import ExpertTensors
+from kdtree_engine.checkpoints.names import drafter_tensors as expected_drafter_tensors
 from kdtree_engine.checkpoints.names import expected_tensors, expert_module, expert_shape
-from kdtree_engine.config import ModelConfig
+from kdtree_engine.config import DrafterConfig, ModelConfig
+from kdtree_engine.drafter.dflash_model import DFlashModel
+from kdtree_engine.drafter.load import build_drafter
 from kdtree_engine.errors import OptionError
 from kdtree_engine.kernels.experts import random_packed_experts
 from kdtree_engine.kernels.int4 import GROUP, NIBBLES, Int4Tensor, dequantise
@@ -28,6 +31,10 @@ from kdtree_engine.model.moe import PackedMixture
 
 ROUTINGS = ("uniform", "zipf")
 LOGIT_SPREAD = 1.0  # of the router's logits, given rows of root mean square 1
+APART = 32.0
+"""Of the embedding, where rows must choose experts as if independent: attention over one context
+makes rows alike, and through tens of layers that shows in the router unless tokens dominate.
+"""
 _MOST_LOAD = 0.9  # of the rows, to one expert
 
 
@@ -38,13 +45,36 @@ def random_target(
     routing: str = "uniform",
     seed: int = 0,
     kernels: bool | None = None,
+    embedding: float = 1.0,
 ) -> Kimi:
-    """The network of random weights; `kernels` as in load_target. OptionError for a routing that
-    there is not.
+    """The network of random weights; `kernels` as in load_target, `embedding` the spread of its
+    values. OptionError for a routing that there is not.
     """
-    checkpoint = RandomCheckpoint(config, device, routing, seed)
+    checkpoint = RandomCheckpoint(config, device, routing, seed, embedding)
     laid_out = device.type == "cuda" if kernels is None else kernels
     return _RandomBuilder(checkpoint, dtype, device, laid_out).build()
+
+
+def random_drafter(config: DrafterConfig, dtype: torch.dtype, device: torch.device) -> DFlashModel:
+    """A drafter of random weights, laid out for kernels on CUDA."""
+    tensors = _DrafterTensors(config, device)
+    return build_drafter(config, tensors, dtype, device, kernels=device.type == "cuda")
+
+
+class _DrafterTensors(dict[str, Tensor]):
+    """Tensors by name, each drawn when it is asked for and not kept: two copies need not fit."""
+
+    def __init__(self, config: DrafterConfig, device: torch.device) -> None:
+        super().__init__()
+        self._specs = expected_drafter_tensors(config)
+        self._device = device
+
+    def __missing__(self, name: str) -> Tensor:
+        shape = self._specs[name].shape
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch.bfloat16, device=self._device)
+        values = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+        return values.normal_(0.0, 1 / math.sqrt(shape[1]))
 
 
 class _RandomBuilder(_Builder):
@@ -83,7 +113,12 @@ class RandomCheckpoint(ModelCheckpoint):
     """
 
     def __init__(
-        self, config: ModelConfig, device: torch.device, routing: str = "uniform", seed: int = 0
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        routing: str = "uniform",
+        seed: int = 0,
+        embedding: float = 1.0,
     ) -> None:
         if routing not in ROUTINGS:
             raise OptionError(f"--routing is {routing!r}: expected {' or '.join(ROUTINGS)}")
@@ -93,6 +128,7 @@ class RandomCheckpoint(ModelCheckpoint):
         self.device = device
         self.routing = routing
         self.seed = seed
+        self.embedding = embedding
         self._random = torch.Generator(device)
         self._specs = expected_tensors(config, experts=False)
 
@@ -107,7 +143,7 @@ class RandomCheckpoint(ModelCheckpoint):
             return self.bias(name)
         if len(shape) == 1:
             return torch.ones(shape, dtype=torch.bfloat16, device=self.device)
-        spread = 1.0 if "embed_tokens" in name else 1.0 / math.sqrt(shape[1])
+        spread = self.embedding if "embed_tokens" in name else 1.0 / math.sqrt(shape[1])
         values = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
         values.normal_(0.0, spread, generator=self.random(name))
         return values[rows or slice(None), columns or slice(None)]
