@@ -23,8 +23,7 @@ def launches(device: str = "meta") -> None:
 
     logits = empty(ROWS, VOCAB, dtype=torch.float32)
     settings = (column(ROWS), empty(ROWS), column(ROWS), column(ROWS), empty(ROWS), empty(ROWS))
-    for chunk in (2048, 4096):
-        sample._launch_sample(logits, *settings, chunk=chunk)
+    sample._launch_sample(logits, *settings)
     gumbel._launch_gumbel(empty(ROWS), empty(ROWS), VOCAB)
 
     noise = (column(HORIZON), empty(HORIZON), empty(HORIZON))

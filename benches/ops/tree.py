@@ -1,6 +1,8 @@
 """What a draft-tree step does besides the network: 63 nodes, horizon 7, vocabulary 163,840.
 
-Each operator alone, and `step`: all of them in the order of a step, in one graph.
+Each operator alone, CALLS of them in a graph, so that a graph's own launch does not count, and over
+different logits, so that they come from memory; and `step`: all of them in the order of a step, one
+of them (its launch included) or CALLS in a graph.
 """
 
 from __future__ import annotations
@@ -31,16 +33,16 @@ SETTINGS = {
     "T=1 top-k 40": (1.0, 40, 1.0, 0.0),
     "T=1 top-k 40 top-p 0.95": (1.0, 40, 0.95, 0.0),
 }
-Check = Callable[[], str | None]
+CALLS = 4
 
 
 class World(NamedTuple):
     """Inputs of a step of R requests: R (NODES + 1) rows."""
 
-    draft: Tensor  # [R H, V] logits
-    logits: Tensor  # [R N, V]
+    drafts: list[Tensor]  # [R H, V] logits, for one call each
+    logits: list[Tensor]  # [R N, V]
     settings: tuple[Tensor, ...]  # of the rows
-    heat: Tensor  # [R H], of the draft rows
+    noise: tuple[Tensor, Tensor, Tensor]  # temperatures, seeds and positions of the draft rows
     places: TreePlaces
     pages: Tensor
     latents: list[Tensor]
@@ -70,13 +72,15 @@ def world(requests: int, setting: tuple[float, int, float, float]) -> World:
         column(7, torch.int64, rows),
         torch.arange(rows, device="cuda") % (HORIZON + 1) + 1000,
     )
+    drafted = requests * HORIZON
+    positions = torch.arange(drafted, device="cuda") % HORIZON + 1000
     place = torch.arange(requests, device="cuda")
     contexts = torch.full((requests,), 60, dtype=torch.int32, device="cuda")
     return World(
-        logits(requests * HORIZON),
-        logits(rows),
+        [logits(drafted) for _ in range(CALLS)],
+        [logits(rows) for _ in range(CALLS)],
         settings,
-        column(heat, torch.float32, requests * HORIZON),
+        (column(heat, torch.float32, drafted), column(7, torch.int64, drafted), positions),
         TreePlaces(place + 5, contexts, (requests * 4 + place) * 64),
         torch.arange(requests * 4, device="cuda").view(requests, 4).int(),
         [torch.randn(total, 64, 576, device="cuda").bfloat16() for _ in range(LAYERS)],
@@ -84,11 +88,9 @@ def world(requests: int, setting: tuple[float, int, float, float]) -> World:
     )
 
 
-def candidates(on: World) -> tuple[Tensor, Tensor]:
+def candidates(on: World, call: int = 0) -> tuple[Tensor, Tensor]:
     """Candidates [R, H, NODES] of every depth."""
-    depth = torch.arange(len(on.draft), device="cuda") % HORIZON + 1000
-    seeds = torch.full_like(depth, 7)
-    values, ids = top_k.top_log_probs(on.draft, NODES, on.heat, seeds, depth)
+    values, ids = top_k.top_log_probs(on.drafts[call], NODES, *on.noise)
     return values.view(-1, HORIZON, NODES), ids.view(-1, HORIZON, NODES)
 
 
@@ -115,10 +117,10 @@ def commit(on: World, trees: PlannedTrees, paths: AcceptedPaths) -> None:
         )  # fmt: skip
 
 
-def step(on: World) -> AcceptedPaths:
+def step(on: World, call: int = 0) -> AcceptedPaths:
     """Everything in order; the positions of the sampled rows are given, not the trees'."""
-    trees = plan(on, *candidates(on))
-    paths = walk(trees, sampling.sample(on.logits, *on.settings))
+    trees = plan(on, *candidates(on, call))
+    paths = walk(trees, sampling.sample(on.logits[call], *on.settings))
     commit(on, trees, paths)
     return paths
 
@@ -137,58 +139,76 @@ def variants() -> Iterator[Variant]:
     """Every operator for 1 and 8 requests, the sizes of chunks, and whole steps."""
     for requests in (1, 8):
         on = world(requests, SETTINGS["T=0"])
-        yield from _candidates(requests, on)
+        yield from _candidates(f"R={requests} T=0", on)
         yield from _trees(requests, on)
         yield from _commits(requests, on)
         for name, setting in SETTINGS.items():
             on = world(requests, setting)
+            if name == "T=1":
+                yield from _candidates(f"R={requests} T=1", on)
             yield from _samples(f"R={requests} {name}", on)
-            moved = on.draft.nbytes + on.logits.nbytes
-            yield Variant(
-                f"step R={requests} {name}",
-                lambda _, on=on: step(on),  # type: ignore[misc]
-                lambda on=on: _check_step(on),  # type: ignore[misc]
-                1,
-                moved,
-            )
+            yield from _steps(f"R={requests} {name}", on)
 
 
-def _candidates(requests: int, on: World) -> Iterator[Variant]:
-    want = top_reference.top_log_probs(on.draft, NODES)[1]
-    for chunk, warps in ((4096, 8), (4096, 4), (8192, 8), (8192, 16), (2048, 4), (2048, 8)):
+def _steps(name: str, on: World) -> Iterator[Variant]:
+    moved = on.drafts[0].nbytes + on.logits[0].nbytes
+    for calls in (1, CALLS):
+        yield Variant(
+            f"step {name} | {calls} in a graph",
+            lambda call: step(on, call),
+            lambda: _check_step(on),
+            calls,
+            moved,
+        )
 
-        def run(_: int, chunk: int = chunk, warps: int = warps) -> tuple[Tensor, Tensor]:
-            return top_k._launch_top(on.draft, NODES, chunk=chunk, warps=warps)
+
+def _candidates(name: str, on: World) -> Iterator[Variant]:
+    want = top_reference.top_log_probs(on.drafts[0], NODES, *on.noise)[1]
+    launches = ((2048, 8, 32, 16), (1024, 4, 32, 16), (4096, 8, 32, 16), (2048, 8, 64, 16))
+    for chunk, warps, length, merging in (*launches, (2048, 8, 32, 8)):
+
+        def run(
+            call: int, chunk: int = chunk, warps: int = warps, length: int = length,
+            merging: int = merging,
+        ) -> tuple[Tensor, Tensor]:  # fmt: skip
+            return top_k._launch_top(
+                on.drafts[call], NODES, *on.noise,
+                chunk=chunk, warps=warps, run=length, merge_warps=merging,
+            )  # fmt: skip
 
         yield Variant(
-            f"top_k R={requests} | chunk {chunk} warps {warps}",
+            f"top_k {name} | chunk {chunk} warps {warps} run {length} merge warps {merging}",
             run,
             lambda run=run: same((run(0)[1],), (want,)),  # type: ignore[misc]
-            1,
-            on.draft.nbytes,
+            CALLS,
+            on.drafts[0].nbytes,
         )
 
 
 def _samples(name: str, on: World) -> Iterator[Variant]:
-    want = sample_reference.sample(on.logits, *on.settings)
-    for chunk in (1024, 2048, 4096):
+    want = sample_reference.sample(on.logits[0], *on.settings)
+    for chunk, warps, rows in ((4096, 8, 8), (2048, 4, 8), (8192, 8, 8), (4096, 8, 16)):
 
-        def run(_: int, chunk: int = chunk) -> sampling.Sampled:
-            return sampling._launch_sample(on.logits, *on.settings, chunk=chunk)
+        def run(
+            call: int, chunk: int = chunk, warps: int = warps, rows: int = rows
+        ) -> sampling.Sampled:
+            return sampling._launch_sample(
+                on.logits[call], *on.settings, chunk=chunk, warps=warps, rows_a_tile=rows
+            )
 
         yield Variant(
-            f"sample {name} | chunk {chunk}",
+            f"sample {name} | chunk {chunk} warps {warps} tile {rows}",
             run,
             lambda run=run: same(run(0), want),  # type: ignore[misc]
-            1,
-            on.logits.nbytes,
+            CALLS,
+            on.logits[0].nbytes,
         )
 
 
 def _trees(requests: int, on: World) -> Iterator[Variant]:
     values, ids = candidates(on)
     trees = plan(on, values, ids)
-    picked = sampling.sample(on.logits, *on.settings)
+    picked = sampling.sample(on.logits[0], *on.settings)
     picks = picked.tokens.view(trees.trees.tokens.shape).clone()
     for row in range(NODES, 0, -1):  # a row picks its first child
         above = trees.trees.parents[:, row]
@@ -207,10 +227,10 @@ def _trees(requests: int, on: World) -> Iterator[Variant]:
     def check_mask() -> str | None:
         return same((tree_mask(trees.trees.parents),), (trees.ancestors,))
 
-    yield Variant(f"tree_build R={requests}", lambda _: plan(on, values, ids), check_plan, 1, 0)
-    yield Variant(f"tree_accept R={requests}", lambda _: walk(trees, taken), check_walk, 1, 0)
+    yield Variant(f"tree_build R={requests}", lambda _: plan(on, values, ids), check_plan, CALLS, 0)
+    yield Variant(f"tree_accept R={requests}", lambda _: walk(trees, taken), check_walk, CALLS, 0)
     yield Variant(
-        f"tree_mask R={requests}", lambda _: tree_mask(trees.trees.parents), check_mask, 1, 0
+        f"tree_mask R={requests}", lambda _: tree_mask(trees.trees.parents), check_mask, CALLS, 0
     )
 
 
@@ -220,7 +240,7 @@ def _commits(requests: int, on: World) -> Iterator[Variant]:
     indices = torch.arange(length, device="cuda").mul(7).expand(requests, length).contiguous()
     lengths = torch.full((requests,), length, device="cuda")
     move = (slots, indices, lengths, on.places.contexts, on.pages)
-    for columns in (32, 64, 128, 256, 512):
+    for columns in (32, 64, 128, 512):
 
         def run(_: int, columns: int = columns) -> None:
             cache_commit._launch_paths(on.latents, *move, columns=columns)
@@ -232,13 +252,13 @@ def _commits(requests: int, on: World) -> Iterator[Variant]:
             return same(tuple(on.latents), tuple(want))
 
         moved = 2 * requests * length * LAYERS * 576 * 2
-        yield Variant(f"commit R={requests} | columns {columns}", run, check, 1, moved)
+        yield Variant(f"commit R={requests} | columns {columns}", run, check, CALLS, moved)
 
 
 def _check_step(on: World) -> str | None:
     values, ids = candidates(on)
     built = build_reference.tree_build(values.cpu(), ids.cpu(), NODES)
-    tokens, finite = sample_reference.sample(on.logits, *on.settings)
+    tokens, finite = sample_reference.sample(on.logits[0], *on.settings)
     shape = built[0].shape
     given = (built[0], built[1], tokens.view(shape).cpu(), HORIZON + 1, finite.view(shape).cpu())
     return same(step(on), accept_reference.tree_accept(*given))

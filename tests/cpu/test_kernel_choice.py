@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from kdtree_engine.kernels.sample import cases as sample_cases
 from kdtree_engine.kernels.top_k import _launch_top, top_log_probs
 
 pytest.importorskip("triton")
+kernel = pytest.importorskip("kdtree_engine.kernels.sample.kernel")
 
 NAMES = [name for name in sample_cases.CASES if name != "kimi row"]
 
@@ -54,6 +57,42 @@ def test_the_vocabulary_may_be_wide_and_its_filters_rare() -> None:
     top_p = torch.tensor([0.5, 0.3, 0.9, 0.0])
     inputs = (logits, temperature, top_k, top_p, torch.zeros(4), seeds, positions)
     assert torch.equal(_launch_sample(*inputs, chunk=256).tokens, sample(*inputs).tokens)
+
+
+@pytest.mark.parametrize(("ahead", "likely", "shelf"), [(0.0, 0.0, 0), (30.0, -30.0, 64)])
+def test_what_is_looked_at_first_changes_no_token(
+    ahead: float, likely: float, shelf: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs one by one or all at once, every mass by the sum of the row, no shelf or a small one."""
+    inputs = small("mixed", 20, seed=2)
+    want = sample(*inputs).tokens
+    monkeypatch.setattr(kernel, "AHEAD", ahead)
+    monkeypatch.setattr(kernel, "LIKELY", likely)
+    monkeypatch.setattr(kernel, "ROUGH", 0.9)
+    monkeypatch.setattr("kdtree_engine.kernels.sample.SHELF", shelf or 1)
+    assert torch.equal(_launch_sample(*inputs, chunk=256).tokens, want)
+    assert torch.equal(_launch_sample(*inputs, chunk=512, rows_a_tile=1).tokens, want)
+
+
+def test_the_rough_sum_is_within_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit that lies just under or over a mass: the decision needs the exact total."""
+    logits = torch.zeros(8, 1500)
+    logits[:, 700] = 12.0
+    rest = 1499 * math.exp(-12.0)
+    share = 1 / (1 + rest)  # of the likeliest token: is the next one kept?
+    top_p = torch.tensor([share * (1 + step * 2.0**-18) for step in range(-4, 4)])
+    off, ones = torch.zeros(8, dtype=torch.int64), torch.ones(8)
+    hot = torch.full((8,), 5.0)
+    for temperature in (ones, hot):
+        inputs = (logits, temperature, off, top_p, torch.zeros(8), torch.arange(8), off)
+        assert torch.equal(_launch_sample(*inputs, chunk=256).tokens, sample(*inputs).tokens)
+
+
+def test_very_cold_rows() -> None:
+    logits, _, *rest = small("demo step", 4)
+    inputs = (logits * 1e-30, torch.tensor([1e-31, 1e-30, 3e-30, 1e-38]), *rest)
+    got, want = _launch_sample(*inputs, chunk=512), sample(*inputs)
+    assert torch.equal(got.tokens, want.tokens)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -107,8 +107,8 @@ def test_top_k(dtype: torch.dtype, rows: int, k: int) -> None:
     want, names = top_reference.top_log_probs(logits, k)
     assert torch.equal(ids, names)
     assert float((values - want).abs().max()) < 1e-5
-    for chunk, warps in ((8192, 8), (8192, 16), (4096, 4)):
-        assert torch.equal(_launch_top(logits, k, chunk=chunk, warps=warps)[1], names)
+    for chunk, warps, run in ((8192, 8, 64), (1024, 4, 32), (4096, 4, 128)):
+        assert torch.equal(_launch_top(logits, k, chunk=chunk, warps=warps, run=run)[1], names)
     alone = top_log_probs(logits[-1:], k)
     assert torch.equal(alone[0], values[-1:]) and torch.equal(alone[1], ids[-1:])
 

@@ -72,6 +72,11 @@ def _words(layer: Tensor) -> int:
     return 0 if size % 4 else size // 4
 
 
+def _aligned(layers: Sequence[Tensor]) -> bool:
+    """Whether loads of four words may be used."""
+    return all(layer.data_ptr() % 16 == 0 for layer in layers)
+
+
 def _table(layers: Sequence[Tensor]) -> Tensor:
     """Addresses of the layers on their device, [layers] int64."""
     one = layers[0]
@@ -103,6 +108,7 @@ def _launch_rows(layers: Sequence[Tensor], source: Tensor, destination: Tensor) 
         words,
         ROWS=rows,
         COLUMNS=columns,
+        ALIGNED=_aligned(layers),
         **launch_options(source),
     )
 
@@ -136,6 +142,7 @@ def _launch_paths(
         PAGE=layers[0].shape[1],
         ROWS=rows,
         COLUMNS=columns,
+        ALIGNED=_aligned(layers),
         **launch_options(slots),
     )
 

@@ -14,9 +14,17 @@ from kdtree_engine.kernels.prologue import begin
 
 
 @triton.jit
-def _move(base, source, destination, moved, words, COLUMNS: tl.constexpr):
+def _cache(bases, ALIGNED: tl.constexpr):
+    """This program's layer. Loaded early: it depends on nothing."""
+    base = tl.load(bases + tl.program_id(0))
+    if ALIGNED:
+        base = tl.multiple_of(base, 16)
+    return base.to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def _move(cache, source, destination, moved, words, COLUMNS: tl.constexpr):
     """Words of this program's columns from rows `source` to rows `destination`, where `moved`."""
-    cache = base.to(tl.pointer_type(tl.int32))
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = moved[:, None] & (column < words)[None, :]
     value = tl.load(cache + source[:, None] * words + column[None, :], mask=mask)
@@ -33,15 +41,17 @@ def rows_kernel(
     words,
     ROWS: tl.constexpr,  # a power of two from count on
     COLUMNS: tl.constexpr,
+    ALIGNED: tl.constexpr,  # whether 16 divides every address
     PDL: tl.constexpr,
 ):
     """Grid (layers, column slices)."""
     begin(PDL)
+    cache = _cache(bases, ALIGNED)
     row = tl.arange(0, ROWS)
     moved = row < count
     old = tl.load(source + row, mask=moved, other=0)
     new = tl.load(destination + row, mask=moved, other=0)
-    _move(tl.load(bases + tl.program_id(0)), old, new, moved, words, COLUMNS)
+    _move(cache, old, new, moved, words, COLUMNS)
 
 
 @triton.jit
@@ -59,16 +69,21 @@ def paths_kernel(
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,  # a power of two from length on
     COLUMNS: tl.constexpr,
+    ALIGNED: tl.constexpr,  # whether 16 divides every address
     PDL: tl.constexpr,
 ):
     """Grid (layers, column slices, R)."""
     begin(PDL)
+    cache = _cache(bases, ALIGNED)
     request = tl.program_id(2).to(tl.int64)
     step = tl.arange(0, ROWS)
+    # A load waits for no other that it does not need: each costs most of a microsecond.
+    within = step < length
+    index = tl.load(indices + request * length + step, mask=within, other=0)
+    count = tl.load(lengths + request)
     position = tl.load(contexts + request) + step
-    moved = (step < tl.load(lengths + request)) & (step < length) & (position // PAGE < P)
-    index = tl.load(indices + request * length + step, mask=moved, other=0)
-    old = tl.load(slots + request * N + index, mask=moved, other=0)
-    page = tl.load(pages + request * P + position // PAGE, mask=moved, other=0)
+    placed = position // PAGE < P
+    page = tl.load(pages + request * P + position // PAGE, mask=within & placed, other=0)
+    old = tl.load(slots + request * N + index, mask=within & (index >= 0), other=0)
     new = page.to(tl.int64) * PAGE + position % PAGE
-    _move(tl.load(bases + tl.program_id(0)), old, new, moved, words, COLUMNS)
+    _move(cache, old, new, within & placed & (step < count), words, COLUMNS)

@@ -19,13 +19,29 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def _product(a, factor: tl.constexpr):
+    """Upper and lower word of a x factor: one wide multiplication."""
+    whole = a.to(tl.uint64) * factor
+    return (whole >> 32).to(tl.uint32), whole.to(tl.uint32)
+
+
+@triton.jit
 def words_of(seed, position, block):
     """The four words (uint32) of each counter block; seed and position are int64 scalars."""
-    counter = block.to(tl.uint32)
-    stream = counter * 0
-    low = (position & 0xFFFFFFFF).to(tl.uint32) + stream
-    high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32) + stream
-    return tl.philox(seed, low, high, counter, stream)
+    c2 = block.to(tl.uint32)
+    c3 = c2 * 0
+    c0 = (position & 0xFFFFFFFF).to(tl.uint32) + c3
+    c1 = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32) + c3
+    k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
+    k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    for _ in tl.static_range(10):
+        high2, low2 = _product(c2, 0xCD9E8D57)
+        high0, low0 = _product(c0, 0xD2511F53)
+        c0, c1 = high2 ^ c1 ^ k0, low2
+        c2, c3 = high0 ^ c3 ^ k1, low0
+        k0 = (k0.to(tl.int64) + 0x9E3779B9).to(tl.uint32)
+        k1 = (k1.to(tl.int64) + 0xBB67AE85).to(tl.uint32)
+    return c0, c1, c2, c3
 
 
 @triton.jit
@@ -53,7 +69,7 @@ def exact_at(seed, position, token):
 
 
 @triton.jit
-def _log2(x, FAST: tl.constexpr):
+def log2(x, FAST: tl.constexpr):
     """log2 of normal float32 numbers, off by at most 2^-22 of max(1, |log2 x|) (lg2.approx)."""
     if FAST:
         result = libdevice.fast_log2f(x)
@@ -72,12 +88,24 @@ def approximate(word, FAST: tl.constexpr):
     error; there |log2 E| < 5, so the second logarithm adds 2^-20. Where E is small, the second
     logarithm is off by 33 x 2^-22 x ln 2 < 2^-17.4, rounding by 2^-19.
     """
+    return -LN2 * _log2_exponential(word, FAST)
+
+
+@triton.jit
+def perturbed(value, word, FAST: tl.constexpr):
+    """value + the approximate noise. Explicit fma: the same bits in every kernel."""
+    return tl.fma(_log2_exponential(word, FAST), tl.full(value.shape, -LN2, tl.float32), value)
+
+
+@triton.jit
+def _log2_exponential(word, FAST: tl.constexpr):
+    """log2 of E."""
     uniform = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     rest = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     tail = 0.3333333333333333 + rest * (0.25 + rest * 0.2)
     near = rest + rest * rest * (0.5 + rest * tail)
-    far = -LN2 * _log2(uniform, FAST)
-    return -LN2 * _log2(tl.where(rest < 0.0625, near, far), FAST)
+    far = -LN2 * log2(uniform, FAST)
+    return log2(tl.where(rest < 0.0625, near, far), FAST)
 
 
 @triton.jit

@@ -52,9 +52,11 @@ def sample(
     return Sampled(*reference.sample(logits, *settings))
 
 
-def chunk_of(rows: int) -> int:
-    """Tokens a program, a multiple of RUN: at 4096 only two programs fit an SM (189 registers)."""
-    return 2048 if rows <= 256 else 4096
+CHUNK = 4096
+"""Tokens a program of the first kernel, a multiple of RUN."""
+
+SHELF = 1024
+"""Tokens that the mass of top-k is found among; more take passes over the row."""
 
 
 def _launch_sample(
@@ -65,15 +67,19 @@ def _launch_sample(
     min_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
-    chunk: int = 0,
+    chunk: int = CHUNK,
     margin: float = MARGIN,
+    warps: int = 8,
+    rows_a_tile: int = 8,
 ) -> Sampled:
-    """The operator by kernels. Neither chunk nor margin (at least MARGIN) changes a token."""
+    """The operator by kernels. None of chunk, margin (at least MARGIN), warps and tiles changes a
+    token.
+    """
     from kdtree_engine.kernels.sample import kernel
 
     rows, vocab = logits.shape
-    chunk = chunk or chunk_of(rows)
-    chunks, runs = -(-vocab // chunk), chunk // RUN
+    chunks = -(-vocab // chunk)
+    runs = chunks * (chunk // RUN)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     settings = (temperature, top_k, top_p, min_p, seeds, positions)
     temperature, top_k, top_p, min_p, seeds, positions = (one.contiguous() for one in settings)
@@ -81,28 +87,21 @@ def _launch_sample(
     def empty(columns: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=logits.device)
 
-    largest, first = empty(chunks, torch.float32), empty(chunks, torch.int32)
-    run_max, listing = empty(chunks * runs, torch.float32), empty(chunks * runs, torch.int32)
-    score, pick = empty(chunks, torch.float32), empty(chunks, torch.int32)
-    mass = empty(chunks, torch.int64)
+    run_max, run_bound, run_sum = (empty(runs, torch.float32) for _ in range(3))
+    run_first, listing, shelf = (empty(size, torch.int32) for size in (runs, runs, SHELF))
     out = Sampled(empty(1, torch.int64).view(rows), empty(1, torch.bool).view(rows))
     if rows == 0:
         return out
-    options = launch_options(logits)
-    sizes = {"SUB": RUN, **options}
-    exact = {"MARGIN": margin, "FAST": logits.device.type != "cpu", "CHUNKS": _power(chunks)}
+    sizes = {"SUB": RUN, "FAST": logits.device.type != "cpu", **launch_options(logits)}
     stride = logits.stride(0)
-    kernel.largest_kernel[chunks, rows](
-        logits, largest, first, run_max, vocab, stride, RUNS=runs, **sizes
-    )
-    kernel.perturb_kernel[chunks, rows](
-        logits, temperature, top_p, seeds, positions, largest, score, pick, mass,
-        vocab, stride, RUNS=runs, **exact, **sizes,
+    kernel.runs_kernel[chunks, rows](
+        logits, temperature, top_p, seeds, positions, run_max, run_first, run_bound, run_sum,
+        vocab, stride, RUNS=chunk // RUN, WHOLE=vocab % chunk == 0, num_warps=warps, **sizes,
     )  # fmt: skip
     kernel.choose_kernel[(rows,)](
-        logits, temperature, top_k, top_p, min_p, seeds, positions, largest, first, run_max,
-        score, pick, mass, listing, *out, vocab, stride, chunks, chunks * runs,
-        RUNS=_power(chunks * runs), ROWS=16, num_warps=8, **exact, **sizes,
+        logits, temperature, top_k, top_p, min_p, seeds, positions,
+        run_max, run_first, run_bound, run_sum, listing, shelf, *out, vocab, stride, runs,
+        RUNS=_power(runs), ROWS=rows_a_tile, SHELF=SHELF, MARGIN=margin, num_warps=8, **sizes,
     )  # fmt: skip
     return out
 

@@ -1,19 +1,26 @@
 """One token a row: greedy, or the best perturbed token that the row's filters keep.
 
-    largest_kernel  a chunk a program: its largest logit, the first place of it, and the largest of
-                    each run of SUB logits
-    perturb_kernel  a chunk a program, sampled rows only: the best perturbed token without filters,
-                    and, where top-p is on, the chunk's mass
-    choose_kernel   a row a program: both reduced, then the filters
+    runs_kernel    a chunk of runs of SUB tokens a program: a run's largest logit, the first place
+                   of it and, in sampled rows, a bound of its scores and a rough sum of exp(x)
+    choose_kernel  a row a program: the runs that may hold the pick are looked into; the filters
 
-    x = (logit - max) / T, score = x + noise, both float32; mass = floor(exp(x) 2^44), int64
+x = (logit - max) / T, score = x + noise, both float32; mass = floor(exp(x) 2^44), int64
 
-What decides is a comparison of float32 scores or an integer sum, exact in any order. The float64
-noise is computed only for tokens whose approximate score is within MARGIN = 2^-14 of the best one
-seen. The approximation is off by under half of that where it matters, at |x| < 27: by 2^-16 of
-noise, 3 x 2^-24 x 27 < 2^-17.6 of x by a product, and 2^-18 of rounding the sums. So no other token
-can be the best. FLOOR: the likeliest token has x = 0 and noise of -3.14 at least and is kept by
-every filter, so nothing below wins.
+What decides is a comparison of float32 scores or an integer sum, exact in any order. The rest only
+tells what need not be looked at:
+
+Bound. noise = -log(-log u) <= -log(1 - u), one logarithm instead of two and no care near u = 1. A
+run's bound is the largest of x - log(1 - u); a run whose bound is under the best score cannot hold
+the pick. In the mean one token of a row, beside the pick, has a bound above the pick's score: the
+chance of a token is at most exp(x - score), and the sum of these has the mean 1.
+Approximate score. The float64 noise is computed only for tokens whose approximate score is within
+MARGIN = 2^-14 of the best one seen. The approximation is off by under half of that where it
+matters, at |x| < 27: by 2^-16 of noise, 2^-18 of rounding. The bound is off by less: 32 x 2^-22 for
+the logarithm, 3 x 2^-24 x 27 < 2^-17.6 for x by a product. FLOOR: the likeliest token has x = 0
+and noise of -3.14 at least and is kept by every filter, so nothing below wins.
+Rough sum. Off by less than ROUGH = 2^-15 of itself: exp(x) by |x| 2^-22 on both sides, of which
+tokens beyond |x| = 15 have no share that counts (there are under 2^19), 2^-20 for adding 256 of
+them. Where a filter's answer hangs on less, the masses of the row are added up.
 
 Filters keep all tokens above a level of x. A pick that they reject is replaced by the best among
 the strictly likelier tokens. These lie in the runs whose largest logit is strictly likelier, which
@@ -25,7 +32,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdtree_engine.kernels.gumbel.kernel import approximate, exact_at
+from kdtree_engine.kernels.gumbel.kernel import LN2, approximate, exact_at, log2
 from kdtree_engine.kernels.gumbel.kernel import words as random_words
 from kdtree_engine.kernels.prologue import begin
 
@@ -33,6 +40,10 @@ NOWHERE = tl.constexpr(2147483647)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 FLOOR = tl.constexpr(-3.2)
 NEVER = tl.constexpr(float("-inf"))
+ROUGH = tl.constexpr(2.0**-15)
+COLDEST = tl.constexpr(1e-30)  # temperatures whose inverse is used
+AHEAD = tl.constexpr(1.0)  # runs with bounds so far below the largest are looked into at first
+LIKELY = tl.constexpr(-5.0)  # runs with a larger x are counted at first
 
 
 @triton.jit
@@ -77,81 +88,67 @@ def _best_exact(score, token, logits, top, heat, seed, position, best, pick, MAR
 
 
 @triton.jit
-def largest_kernel(
+def _values(logits, token, vocab, WHOLE: tl.constexpr):
+    """Logits of the tokens, -inf beyond the vocabulary, +inf for NaN."""
+    if WHOLE:
+        value = tl.load(logits + token)
+    else:
+        value = tl.load(logits + token, mask=token < vocab, other=NEVER)
+    return tl.where(value == value, value, float("inf"))
+
+
+@triton.jit
+def _rest(seed, position, blocks, FAST: tl.constexpr):
+    """log2 of (1 - u) 2^32 of the tokens of counter blocks."""
+    word = random_words(seed, position, blocks)
+    return log2((word ^ 0xFFFFFFFF).to(tl.float32), FAST)
+
+
+@triton.jit
+def runs_kernel(
     logits,  # [R, vocab] float32, rows `stride` apart
-    chunk_max,  # [R, chunks] float32; NaN counts as +inf
-    chunk_first,  # [R, chunks] int32
-    run_max,  # [R, chunks x RUNS] float32
+    temperature,  # [R] float32
+    top_p,  # [R] float32
+    seeds,  # [R] int64
+    positions,  # [R] int64
+    run_max,  # [R, runs] float32, from here on outputs; NaN counts as +inf
+    run_first,  # [R, runs] int32
+    run_bound,  # [R, runs] float32, of sampled rows: of x + noise, x 0 at the run's top
+    run_sum,  # [R, runs] float32, where also top_p < 1: of exp(x), likewise
     vocab,
     stride,
-    RUNS: tl.constexpr,  # a chunk is RUNS x SUB tokens
-    SUB: tl.constexpr,
+    RUNS: tl.constexpr,  # runs a program
+    SUB: tl.constexpr,  # tokens a run, 256: half of one is a load of a warp
+    WHOLE: tl.constexpr,  # whether every chunk is full
+    FAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (chunks, R)."""
     begin(PDL)
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
     run = chunk * RUNS + tl.arange(0, RUNS)
-    token = run[:, None] * SUB + tl.arange(0, SUB)[None, :]
-    value = tl.load(logits + row * stride + token, mask=token < vocab, other=NEVER)
-    value = tl.where(value == value, value, float("inf"))
-    tops = tl.max(value, 1)
-    top = tl.max(tops, 0)
-    chunks = tl.num_programs(0)
-    tl.store(run_max + row * chunks * RUNS + run, tops)
-    tl.store(chunk_max + row * chunks + chunk, top)
-    tl.store(chunk_first + row * chunks + chunk, _first(value == top, token))
-
-
-@triton.jit
-def perturb_kernel(
-    logits,  # [R, vocab] float32
-    temperature,  # [R] float32
-    top_p,  # [R] float32
-    seeds,  # [R] int64
-    positions,  # [R] int64
-    chunk_max,  # [R, chunks] float32
-    chunk_score,  # [R, chunks] float32, from here on outputs, of sampled rows only
-    chunk_pick,  # [R, chunks] int32
-    chunk_mass,  # [R, chunks] int64, where top_p < 1
-    vocab,
-    stride,
-    CHUNKS: tl.constexpr,  # a power of two from the number of chunks on
-    RUNS: tl.constexpr,
-    SUB: tl.constexpr,
-    MARGIN: tl.constexpr,
-    FAST: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Grid (chunks, R)."""
-    begin(PDL)
-    row, chunk, chunks = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
+    token = run[:, None] * SUB + tl.arange(0, SUB // 2)[None, :]
+    left = _values(logits + row * stride, token, vocab, WHOLE)
+    right = _values(logits + row * stride, token + SUB // 2, vocab, WHOLE)
     heat = tl.load(temperature + row)
+    tops = tl.max(tl.maximum(left, right), 1)
+    out = row * tl.num_programs(0) * RUNS + run
+    tl.store(run_max + out, tops)
+    first = tl.where(right == tops[:, None], token + SUB // 2, NOWHERE)
+    first = tl.where(left == tops[:, None], token, first)
+    tl.store(run_first + out, tl.min(first, 1))
     if heat > 0:
-        part = tl.arange(0, CHUNKS)
-        tops = tl.load(chunk_max + row * chunks + part, mask=part < chunks, other=NEVER)
-        top = tl.max(tops, 0)
-        if (top > NEVER) & (top < float("inf")):
-            logits += row * stride
-            run = chunk * RUNS + tl.arange(0, RUNS)
-            token = run[:, None] * SUB + tl.arange(0, SUB)[None, :]
-            value = tl.load(logits + token, mask=token < vocab, other=NEVER)
-            if (heat > 1e-30) & (heat < 1e30):  # a division costs as much as the rest of the noise
-                x = (value - top) * tl.div_rn(tl.full((), 1.0, tl.float32), heat)
-            else:
-                x = tl.div_rn(value - top, heat)
-            seed, position = tl.load(seeds + row), tl.load(positions + row)
-            blocks = run[:, None] * (SUB // 4) + tl.arange(0, SUB // 4)[None, :]
-            score = x + approximate(random_words(seed, position, blocks), FAST)
-            best, pick = tl.full((), NEVER, tl.float32), tl.full((), NOWHERE, tl.int32)
-            best, pick = _best_exact(
-                score, token, logits, top, heat, seed, position, best, pick, MARGIN
-            )
-            tl.store(chunk_score + row * chunks + chunk, best)
-            tl.store(chunk_pick + row * chunks + chunk, pick)
-            if tl.load(top_p + row) < 1.0:
-                mass = _sum(_mass(tl.div_rn(value - top, heat)))
-                tl.store(chunk_mass + row * chunks + chunk, mass)
+        base = tl.where(tops == NEVER, 0.0, tops)[:, None]
+        # a smaller x than the true one would be no bound: a colder row's is larger
+        scale = tl.div_rn(1.4426950408889634, tl.maximum(heat, COLDEST))  # log2 e
+        left, right = (left - base) * scale, (right - base) * scale
+        seed, position = tl.load(seeds + row), tl.load(positions + row)
+        blocks = run[:, None] * (SUB // 4) + tl.arange(0, SUB // 8)[None, :]
+        bound = left - _rest(seed, position, blocks, FAST)
+        bound = tl.maximum(bound, right - _rest(seed, position, blocks + SUB // 8, FAST))
+        tl.store(run_bound + out, (tl.max(bound, 1) + 32.0) * LN2)
+        if tl.load(top_p + row) < 1.0:
+            tl.store(run_sum + out, tl.sum(tl.exp2(left) + tl.exp2(right), 1))
 
 
 @triton.jit
@@ -179,13 +176,30 @@ def _tile(logits, listing, first, count, top, heat, vocab, ROWS: tl.constexpr, S
 
 
 @triton.jit
-def _above(
-    logits, listing, count, level, top, heat, vocab, by_mass, ROWS: tl.constexpr, SUB: tl.constexpr
-):
-    """Number of tokens with x > level, and their mass where `by_mass`."""
-    number, mass = count * 0, count.to(tl.int64) * 0
+def _whole_mass(logits, top, heat, vocab, runs, ROWS: tl.constexpr, SUB: tl.constexpr):
+    """Mass of the row."""
+    mass = runs.to(tl.int64) * 0
+    first = runs * 0
+    while first < runs:
+        token = (first + tl.arange(0, ROWS))[:, None] * SUB + tl.arange(0, SUB)[None, :]
+        value = tl.load(logits + token, mask=token < vocab, other=NEVER)
+        mass += _sum(_mass(tl.div_rn(value - top, heat)))
+        first += ROWS
+    return mass
+
+
+@triton.jit
+def _count(
+    logits, listing, wanted, level, top, heat, vocab, k, by_mass, enough, number, mass,
+    RUNS: tl.constexpr, ROWS: tl.constexpr, SUB: tl.constexpr,
+):  # fmt: skip
+    """number and mass, plus those of the tokens with x > level in the wanted runs [RUNS].
+
+    Stops where number has reached k or mass `enough`. Without `by_mass` mass stays as it is.
+    """
+    count = _list(listing, wanted, RUNS)
     first = count * 0
-    while first < count:
+    while (first < count) & (number < k) & (mass < enough):
         _, _, x = _tile(logits, listing, first, count, top, heat, vocab, ROWS, SUB)
         above = x > level
         number += _sum(above.to(tl.int32))
@@ -196,94 +210,156 @@ def _above(
 
 
 @triton.jit
+def _reach(depth, k, most):
+    """Bits within which at least k of depth [n] lie, 0 < k <= n: `most` of them at most, or else
+    the smallest such bits.
+    """
+    below, reach = k * 0 - 1, k * 0 + INFINITY_BITS
+    within = tl.sum((depth <= reach).to(tl.int32), 0)
+    while (reach - below > 1) & (within > most):
+        trial = below + (reach - below) // 2
+        count = tl.sum((depth <= trial).to(tl.int32), 0)
+        within = tl.where(count >= k, count, within)
+        reach = tl.where(count >= k, trial, reach)
+        below = tl.where(count >= k, below, trial)
+    return reach
+
+
+@triton.jit
 def _kept_mass(
-    logits, listing, run_x, runs, top, heat, vocab, k,
-    RUNS: tl.constexpr, ROWS: tl.constexpr, SUB: tl.constexpr,
+    logits, listing, shelf, run_x, runs, top, heat, vocab, k,
+    RUNS: tl.constexpr, ROWS: tl.constexpr, SUB: tl.constexpr, SHELF: tl.constexpr,
 ):  # fmt: skip
     """Mass of the tokens that top-k leaves: all down to the k-th largest x, 0 < k < vocab.
 
-    The k-th largest x is no less than the k-th largest run's. Both are found bit by bit: the
-    largest bits that fewer than k lie below.
+    The k-th largest x is no less than the k-th largest run's. Tokens down to that one go to the
+    shelf [SHELF]; where it is too small, the level is found by passes over the runs.
     """
     depth = tl.where(tl.arange(0, RUNS) < runs, _depth(run_x), NOWHERE)
     bound = runs * 0 + INFINITY_BITS
     if k <= runs:
-        bound = runs * 0
-        for step in range(31):
-            trial = bound | (1 << (30 - step))
-            bound = tl.where(tl.sum((depth < trial).to(tl.int32), 0) < k, trial, bound)
+        bound = _reach(depth, k, k + k // 2)
     count = _list(listing, depth <= bound, RUNS)
-    level = runs * 0
-    for step in range(31):
-        trial = level | (1 << (30 - step))
-        below = runs * 0
+    held = count * 0
+    first = count * 0
+    while (first < count) & (held <= SHELF):
+        _, _, x = _tile(logits, listing, first, count, top, heat, vocab, ROWS, SUB)
+        deep = tl.reshape(_depth(x), [ROWS * SUB])
+        taken = deep <= bound
+        place = held + tl.cumsum(taken.to(tl.int32), 0) - 1
+        tl.store(shelf + place, deep, mask=taken & (place < SHELF))
+        held += tl.sum(taken.to(tl.int32), 0)
+        first += ROWS
+    mass = count.to(tl.int64) * 0
+    if held <= SHELF:
+        tl.debug_barrier()  # all are written
+        place = tl.arange(0, SHELF)
+        deep = tl.load(shelf + place, mask=place < held, other=NOWHERE)
+        level = _reach(deep, k, k)
+        x = tl.where(deep <= level, -deep.to(tl.float32, bitcast=True), NEVER)
+        mass = tl.sum(_mass(x), 0)
+    else:
+        level = runs * 0
+        for step in range(31):
+            trial = level | (1 << (30 - step))
+            below = runs * 0
+            first = count * 0
+            while first < count:
+                _, _, x = _tile(logits, listing, first, count, top, heat, vocab, ROWS, SUB)
+                below += _sum((_depth(x) < trial).to(tl.int32))
+                first += ROWS
+            level = tl.where(below < k, trial, level)
         first = count * 0
         while first < count:
             _, _, x = _tile(logits, listing, first, count, top, heat, vocab, ROWS, SUB)
-            below += _sum((_depth(x) < trial).to(tl.int32))
+            mass += _sum(tl.where(_depth(x) <= level, _mass(x), 0))
             first += ROWS
-        level = tl.where(below < k, trial, level)
-    mass = count.to(tl.int64) * 0
-    first = count * 0
-    while first < count:
-        _, _, x = _tile(logits, listing, first, count, top, heat, vocab, ROWS, SUB)
-        mass += _sum(tl.where(_depth(x) <= level, _mass(x), 0))
-        first += ROWS
     return mass
 
 
 @triton.jit
-def _next_pick(
-    logits, listing, count, level, top, heat, vocab, seed, position,
-    ROWS: tl.constexpr, SUB: tl.constexpr, MARGIN: tl.constexpr, FAST: tl.constexpr,
+def _draw(
+    logits, listing, bound, level, top, heat, vocab, seed, position,
+    RUNS: tl.constexpr, ROWS: tl.constexpr, SUB: tl.constexpr,
+    MARGIN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """The best perturbed token with x > level."""
+    """The best perturbed token with x > level; bound [RUNS]: of each run's scores, -inf = none."""
     best, pick = tl.full((), NEVER, tl.float32), tl.full((), NOWHERE, tl.int32)
-    first = count * 0
-    while first < count:
-        run, token, x = _tile(logits, listing, first, count, top, heat, vocab, ROWS, SUB)
-        blocks = run[:, None] * (SUB // 4) + tl.arange(0, SUB // 4)[None, :]
-        score = x + approximate(random_words(seed, position, blocks), FAST)
-        score = tl.where(x > level, score, NEVER)
-        best, pick = _best_exact(
-            score, token, logits, top, heat, seed, position, best, pick, MARGIN
-        )
-        first += ROWS
+    highest = tl.max(bound, 0)
+    limit = highest - AHEAD
+    while highest >= limit:
+        count = _list(listing, bound >= limit, RUNS)
+        first = count * 0
+        while first < count:
+            run, token, x = _tile(logits, listing, first, count, top, heat, vocab, ROWS, SUB)
+            blocks = run[:, None] * (SUB // 4) + tl.arange(0, SUB // 4)[None, :]
+            score = x + approximate(random_words(seed, position, blocks), FAST)
+            score = tl.where(x > level, score, NEVER)
+            best, pick = _best_exact(
+                score, token, logits, top, heat, seed, position, best, pick, MARGIN
+            )
+            first += ROWS
+        bound = tl.where(bound >= limit, NEVER, bound)
+        highest = tl.max(bound, 0)
+        limit = tl.maximum(best - MARGIN, FLOOR)
     return pick
 
 
 @triton.jit
 def _descend(
-    logits, run_max, listing, chunk_mass, pick, top, heat, k, p, q, seed, position,
-    vocab, chunks, runs,
-    CHUNKS: tl.constexpr, RUNS: tl.constexpr, ROWS: tl.constexpr, SUB: tl.constexpr,
+    logits, run_sum, listing, shelf, pick, run_x, bound, top, heat, k, p, q, seed, position,
+    vocab, runs,
+    RUNS: tl.constexpr, ROWS: tl.constexpr, SUB: tl.constexpr, SHELF: tl.constexpr,
     MARGIN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """From the best token without filters to the best one that they keep."""
     by_count, by_mass = (k > 0) & (k < vocab), p < 1.0
-    run = tl.arange(0, RUNS)
-    run_x = tl.load(run_max + run, mask=run < runs, other=NEVER)
-    run_x = tl.div_rn(run_x - top, heat)
-    total = k * 0
+    part = tl.arange(0, RUNS)
+    most = tl.where(by_count, k, NOWHERE).to(tl.int32)
+    known = by_count | (heat < COLDEST) | (by_mass == 0)  # whether total is exact, or not needed
+    total = most.to(tl.int64) * 0
     if by_mass:
         if by_count:
-            total = _kept_mass(logits, listing, run_x, runs, top, heat, vocab, k, RUNS, ROWS, SUB)
+            total = _kept_mass(
+                logits, listing, shelf, run_x, runs, top, heat, vocab, most,
+                RUNS, ROWS, SUB, SHELF,
+            )  # fmt: skip
+        elif heat < COLDEST:
+            total = _whole_mass(logits, top, heat, vocab, runs, ROWS, SUB)
         else:
-            part = tl.arange(0, CHUNKS)
-            total = tl.sum(tl.load(chunk_mass + part, mask=part < chunks, other=0), 0)
+            sums = tl.load(run_sum + part, mask=part < runs, other=0.0).to(tl.float64)
+            total = (tl.sum(sums * tl.exp(run_x.to(tl.float64)), 0) * 17592186044416.0).to(tl.int64)
     limit = tl.maximum(p.to(tl.float64) * total.to(tl.float64), 1.0)
+    slack = tl.where(known, 0.0, ROUGH).to(tl.float64)
     searching = runs * 0 + 1
     while searching != 0:
         level = tl.div_rn(tl.load(logits + pick) - top, heat)
-        count = _list(listing, run_x > level, RUNS)
-        number, mass = _above(logits, listing, count, level, top, heat, vocab, by_mass, ROWS, SUB)
-        fails = (by_count & (number >= k)) | (by_mass & (mass.to(tl.float64) >= limit))
+        enough = tl.full((), 9223372036854775807, tl.int64)
+        if by_mass:
+            enough = tl.ceil(limit * (1.0 + slack)).to(tl.int64)
+        number, mass = runs * 0, total * 0
+        bar = tl.maximum(level, LIKELY)
+        number, mass = _count(
+            logits, listing, run_x > bar, level, top, heat, vocab, most, by_mass, enough,
+            number, mass, RUNS, ROWS, SUB,
+        )  # fmt: skip
+        if level < LIKELY:
+            number, mass = _count(
+                logits, listing, (run_x > level) & (run_x <= bar), level, top, heat, vocab, most,
+                by_mass, enough, number, mass, RUNS, ROWS, SUB,
+            )  # fmt: skip
+        close = (mass < enough) & (mass.to(tl.float64) >= limit * (1.0 - slack))
+        if by_mass & (slack > 0.0) & close:
+            total = _whole_mass(logits, top, heat, vocab, runs, ROWS, SUB)
+            limit = tl.maximum(p.to(tl.float64) * total.to(tl.float64), 1.0)
+            slack = slack * 0.0
+        fails = (number >= most) | (by_mass & (mass.to(tl.float64) >= limit))
         fails = fails | (tl.exp(level.to(tl.float64)) < q.to(tl.float64))
         searching = (fails & (number > 0)).to(tl.int32)
         if searching != 0:
-            pick = _next_pick(
-                logits, listing, count, level, top, heat, vocab, seed, position,
-                ROWS, SUB, MARGIN, FAST,
+            pick = _draw(
+                logits, listing, tl.where(run_x > level, bound, NEVER), level, top, heat, vocab,
+                seed, position, RUNS, ROWS, SUB, MARGIN, FAST,
             )  # fmt: skip
     return pick
 
@@ -297,23 +373,21 @@ def choose_kernel(
     min_p,  # [R] float32
     seeds,  # [R] int64
     positions,  # [R] int64
-    chunk_max,  # [R, chunks] float32
-    chunk_first,  # [R, chunks] int32
     run_max,  # [R, runs] float32
-    chunk_score,  # [R, chunks] float32
-    chunk_pick,  # [R, chunks] int32
-    chunk_mass,  # [R, chunks] int64
+    run_first,  # [R, runs] int32
+    run_bound,  # [R, runs] float32
+    run_sum,  # [R, runs] float32
     listing,  # [R, runs] int32, scratch
+    shelf,  # [R, SHELF] int32, scratch
     tokens,  # [R] int64, outputs
     finite,  # [R] bool
     vocab,
     stride,
-    chunks,
     runs,
-    CHUNKS: tl.constexpr,  # powers of two from chunks and runs on
-    RUNS: tl.constexpr,
+    RUNS: tl.constexpr,  # a power of two from runs on
     ROWS: tl.constexpr,  # runs a tile
     SUB: tl.constexpr,
+    SHELF: tl.constexpr,
     MARGIN: tl.constexpr,
     FAST: tl.constexpr,
     PDL: tl.constexpr,
@@ -321,26 +395,33 @@ def choose_kernel(
     """Grid (R)."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, CHUNKS)
-    inside = part < chunks
-    here = row * chunks + part
-    tops = tl.load(chunk_max + here, mask=inside, other=NEVER)
-    places = tl.load(chunk_first + here, mask=inside, other=NOWHERE)
+    part = tl.arange(0, RUNS)
+    inside = part < runs
+    here = row * runs + part
+    tops = tl.load(run_max + here, mask=inside, other=NEVER)
+    places = tl.load(run_first + here, mask=inside, other=NOWHERE)
+    heat = tl.load(temperature + row)
+    bound = tl.load(run_bound + here, mask=inside, other=NEVER)
+    k, p, q = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+    seed, position = tl.load(seeds + row), tl.load(positions + row)
     top = tl.max(tops, 0)
     pick = tl.min(tl.where(tops == top, places, NOWHERE), 0)
     good = (top > NEVER) & (top < float("inf"))
-    heat = tl.load(temperature + row)
     if good & (heat > 0):
-        scores = tl.load(chunk_score + here, mask=inside, other=NEVER)
-        picks = tl.load(chunk_pick + here, mask=inside, other=NOWHERE)
-        pick = tl.min(tl.where(scores == tl.max(scores, 0), picks, NOWHERE), 0)
-        k, p, q = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+        logits += row * stride
+        listing += row * runs
+        run_x = tl.div_rn(tops - top, heat)
+        bound += run_x
+        lowest = tl.full((), NEVER, tl.float32)
+        pick = _draw(
+            logits, listing, bound, lowest, top, heat, vocab, seed, position,
+            RUNS, ROWS, SUB, MARGIN, FAST,
+        )  # fmt: skip
         if ((k > 0) & (k < vocab)) | (p < 1.0) | (q > 0.0):
             pick = _descend(
-                logits + row * stride, run_max + row * runs, listing + row * runs,
-                chunk_mass + row * chunks, pick, top, heat, k, p, q,
-                tl.load(seeds + row), tl.load(positions + row), vocab, chunks, pick * 0 + runs,
-                CHUNKS, RUNS, ROWS, SUB, MARGIN, FAST,
+                logits, run_sum + row * runs, listing, shelf + row * SHELF, pick, run_x, bound,
+                top, heat, k, p, q, seed, position, vocab, pick * 0 + runs,
+                RUNS, ROWS, SUB, SHELF, MARGIN, FAST,
             )  # fmt: skip
     tl.store(tokens + row, pick.to(tl.int64))
     tl.store(finite + row, good)

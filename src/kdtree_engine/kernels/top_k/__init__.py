@@ -9,7 +9,7 @@ from kdtree_engine.kernels.launch import has_kernel, launch_options
 from kdtree_engine.kernels.top_k import reference
 
 MAX_K = 64
-MAX_CHUNKS = 256
+MAX_VOCAB = 2**20
 
 
 def top_log_probs(
@@ -38,7 +38,7 @@ def top_log_probs(
         assert seeds.dtype == positions.dtype == torch.int64
         assert temperature.shape == seeds.shape == positions.shape == logits.shape[:1]
     rows, vocab = logits.shape
-    fits = 0 < min(k, vocab) <= MAX_K and vocab <= MAX_CHUNKS * 4096 and rows > 0
+    fits = 0 < min(k, vocab) <= MAX_K and vocab <= MAX_VOCAB and rows > 0
     if has_kernel(logits) and fits:
         return _launch_top(logits, k, temperature, seeds, positions)
     return reference.top_log_probs(logits, k, temperature, seeds, positions)
@@ -50,37 +50,51 @@ def _launch_top(
     temperature: Tensor | None = None,
     seeds: Tensor | None = None,
     positions: Tensor | None = None,
-    chunk: int = 4096,
+    chunk: int = 2048,
     warps: int = 8,
+    run: int = 0,
+    merge_warps: int = 16,
 ) -> tuple[Tensor, Tensor]:
-    """The operator by kernels. chunk: tokens a program, at least k; it changes no token."""
+    """The operator by kernels. chunk: tokens a program; run: tokens of which the largest is kept,
+    a power of two from 4 on. They change no token.
+    """
     from triton import next_power_of_2
 
     from kdtree_engine.kernels.top_k import kernel
 
     rows, vocab = logits.shape
     k = min(k, vocab)
+    run = run or max(32, next_power_of_2(vocab) >> 13)
+    chunk = max(chunk, run)
     chunks = -(-vocab // chunk)
+    runs = chunks * (chunk // run)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    count = next_power_of_2(chunks * k)
-    assert k <= chunk and count < 2**15, f"{k} of {vocab} by {chunk}"
+    most = 2 * next_power_of_2(k)
+    assert next_power_of_2(runs) < 2**15 and most * run < 2**15, f"runs of {run} of {vocab}"
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, *shape, dtype=dtype, device=logits.device)
 
-    keys, ids = (empty(chunks, k, dtype=torch.int32) for _ in range(2))
+    keys = empty(runs, dtype=torch.int32)
     largest, sums = (empty(chunks, dtype=torch.float32) for _ in range(2))
+    listing, found = empty(most, dtype=torch.int32), empty(most, dtype=torch.int64)
     log_probs, tokens = empty(k, dtype=torch.float32), empty(k, dtype=torch.int64)
-    options = launch_options(logits)
-    fast = logits.device.type != "cpu"
-    noise = None if temperature is None else (temperature, seeds, positions)
-    kernel.candidates_kernel[chunks, rows](
-        logits, *(noise or (None, None, None)), keys, ids, largest, sums,
-        vocab, logits.stride(0), k, CHUNK=chunk, FAST=fast, num_warps=warps, **options,
+    options = {
+        "SUB": run,
+        "HOT": temperature is not None,
+        "FAST": logits.device.type != "cpu",
+        **launch_options(logits),
+    }
+    stride = logits.stride(0)
+    kernel.top_runs_kernel[chunks, rows](
+        logits, temperature, seeds, positions, keys, largest, sums, vocab, stride,
+        RUNS=chunk // run, num_warps=warps, **options,
     )  # fmt: skip
     kernel.merge_kernel[(rows,)](
-        keys, ids, largest, sums, log_probs, tokens, chunks, k,
-        COUNT=count, CHUNKS=next_power_of_2(chunks), KP=next_power_of_2(k), num_warps=8, **options,
+        logits, temperature, seeds, positions, keys, largest, sums, listing, found,
+        log_probs, tokens, vocab, stride, runs, chunks, k,
+        MOST=most, RUNS=next_power_of_2(runs), CHUNKS=next_power_of_2(chunks),
+        num_warps=merge_warps, **options,
     )  # fmt: skip
     return log_probs, tokens
 

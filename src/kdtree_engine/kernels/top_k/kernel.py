@@ -1,13 +1,15 @@
 """The K likeliest of each row: an exact choice in two launches.
 
-    candidates_kernel  a chunk of a row a program: its K largest in token order, its largest value,
-                       and the sum of exp(value - largest)
-    merge_kernel       a row a program: the K largest of the chunks' K, sorted; log-sum-exp
+    top_runs_kernel  a chunk of a row a program: the largest value of each run of SUB tokens, the
+                     chunk's largest, and the sum of exp(value - largest)
+    merge_kernel     a row a program: the K largest tokens, sorted; log-sum-exp
 
-A value is compared as the int32 that has its order (NaN highest, both zeros alike). The K-th
-largest key is found bit by bit, a count a bit, until a count is exactly K; of keys equal to it the
-first ones count, so equal values go to the smaller token. A prefix sum gives each chosen element
-its place, in token order.
+A value is compared as the int32 that has its order (NaN highest, both zeros alike). The K largest
+tokens lie in the K runs with the largest values, so a few runs are picked, then a few of their
+tokens, and those are ranked. Picking needs no sort: a level that between K and MOST of the keys
+reach is found by halving its range, a count a step. Where so many keys are equal that there is no
+such level, those above it and the first of the equal ones are picked, in token order, so equal
+values go to the smaller token. A prefix sum gives each picked element its place.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdtree_engine.kernels.gumbel.kernel import approximate
+from kdtree_engine.kernels.gumbel.kernel import perturbed
 from kdtree_engine.kernels.gumbel.kernel import words as random_words
 from kdtree_engine.kernels.prologue import begin
 
@@ -36,83 +38,121 @@ def _value(key):
 
 
 @triton.jit
-def _choose(key, K):
-    """Place of each of the K largest keys [n], by index; -1 elsewhere. n < 2^15, K <= n."""
-    found = 0  # the K-th largest, top bit flipped so that bits are set from above
-    bit = 31
-    while bit >= 0:
-        trial = found | (1 << bit)
-        count = tl.sum((key >= (trial ^ LOWEST)).to(tl.int32), 0)
-        found = tl.where(count >= K, trial, found)
-        bit = tl.where(count == K, -1, bit - 1)  # the bits below no longer matter
-    limit = found ^ LOWEST
-    above, level = key > limit, key == limit
-    room = K - tl.sum(above.to(tl.int32), 0)
-    seen = tl.cumsum(above.to(tl.int32) + (level.to(tl.int32) << 16), 0)
-    place = (seen & 0xFFFF) + tl.minimum(seen >> 16, room) - 1
-    return tl.where(above | (level & ((seen >> 16) <= room)), place, -1)
+def _level(key, K, MOST: tl.constexpr, guess):
+    """A level that K..MOST of the keys [n] reach, else the K-th largest key; K <= n, `guess` first.
+
+    No key is LOWEST, save those that do not count.
+    """
+    low = tl.full((), LOWEST, tl.int32)  # reached by K or more
+    high = tl.max(key, 0).to(tl.int64) + 1  # reached by fewer than K
+    reached = tl.full((), HIGHEST, tl.int32)
+    trial = guess
+    while (reached > MOST) & (high - low > 1):
+        count = tl.sum((key >= trial).to(tl.int32), 0)
+        enough = count >= K
+        reached = tl.where(enough, count, reached)
+        low = tl.where(enough, trial, low)
+        high = tl.where(enough, high, trial.to(tl.int64))
+        trial = (low + (high - low) // 2).to(tl.int32)
+    return low
 
 
 @triton.jit
-def candidates_kernel(
+def _places(key, level, MOST: tl.constexpr):
+    """Place of each key [n], n < 2^15, above the level, and of the first equal ones; -1 elsewhere.
+
+    Fewer than MOST keys are above the level, or all that reach it are at most MOST.
+    """
+    above, equal = key > level, key == level
+    room = MOST - tl.sum(above.to(tl.int32), 0)
+    seen = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
+    place = (seen & 0xFFFF) + tl.minimum(seen >> 16, room) - 1
+    return tl.where(above | (equal & ((seen >> 16) <= room)), place, -1)
+
+
+@triton.jit
+def _keys(
+    logits, row, token, blocks, vocab, stride, temperature, seeds, positions,
+    HOT: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Values and keys of a row's tokens [a, b]; counter blocks [a, b / 4]. Both kernels' values
+    have the same bits: no multiplication here feeds an addition of another operation.
+    """
+    inside = (token >= 0) & (token < vocab)
+    value = tl.load(logits + row * stride + token, mask=inside, other=float("-inf"))
+    value = value.to(tl.float32)
+    if HOT:
+        heat = tl.load(temperature + row)
+        if heat > 0:
+            word = random_words(tl.load(seeds + row), tl.load(positions + row), blocks)
+            value = perturbed(value / heat, word, FAST)
+    return value, tl.where(inside, _key(value), LOWEST)
+
+
+@triton.jit
+def top_runs_kernel(
     logits,  # [R, vocab], rows `stride` apart
-    temperature,  # [R] float32, or None; with it the next two
+    temperature,  # [R] float32, where HOT, like the next two
     seeds,  # [R] int64
     positions,  # [R] int64
-    keys,  # [R, chunks, K] int32, from here on outputs
-    ids,  # [R, chunks, K] int32
+    keys,  # [R, chunks x RUNS] int32, from here on outputs
     largest,  # [R, chunks] float32
     sums,  # [R, chunks] float32
     vocab,
     stride,
-    K,
-    CHUNK: tl.constexpr,
+    RUNS: tl.constexpr,
+    SUB: tl.constexpr,
+    HOT: tl.constexpr,
     FAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (chunks, R)."""
     begin(PDL)
-    row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = token < vocab
-    value = tl.load(logits + row * stride + token, mask=inside, other=float("-inf"))
-    value = value.to(tl.float32)
-    if temperature is not None:
-        heat = tl.load(temperature + row)
-        if heat > 0:
-            blocks = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
-            word = random_words(tl.load(seeds + row), tl.load(positions + row), blocks)
-            value = value / heat + approximate(word, FAST)
-    key = tl.where(inside, _key(value), LOWEST)
-    place = _choose(key, K)
-    out = row * tl.num_programs(0) + chunk
-    tl.store(keys + out * K + place, key, mask=place >= 0)
-    tl.store(ids + out * K + place, token, mask=place >= 0)
-    top = tl.max(value, 0)
+    row, chunk, chunks = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
+    run = chunk * RUNS + tl.arange(0, RUNS)
+    token = run[:, None] * SUB + tl.arange(0, SUB)[None, :]
+    blocks = run[:, None] * (SUB // 4) + tl.arange(0, SUB // 4)[None, :]
+    value, key = _keys(
+        logits, row, token, blocks, vocab, stride, temperature, seeds, positions, HOT, FAST
+    )
+    tl.store(keys + row * chunks * RUNS + run, tl.max(key, 1))
+    top = tl.max(tl.max(value, 1), 0)
     safe = tl.where(top == float("-inf"), 0.0, top)
-    tl.store(largest + out, top)
-    tl.store(sums + out, tl.sum(tl.exp(value - safe), 0))
+    tl.store(largest + row * chunks + chunk, top)
+    tl.store(sums + row * chunks + chunk, tl.sum(tl.sum(tl.exp(value - safe), 1), 0))
 
 
 @triton.jit
 def merge_kernel(
-    keys,  # [R, chunks, K] int32; a row's first K places are overwritten
-    ids,  # [R, chunks, K] int32; likewise
+    logits,  # [R, vocab], as above
+    temperature,
+    seeds,
+    positions,
+    keys,  # [R, runs] int32
     largest,  # [R, chunks] float32
     sums,  # [R, chunks] float32
+    listing,  # [R, MOST] int32, scratch
+    found,  # [R, MOST] int64, scratch
     log_probs,  # [R, K] float32, outputs
     tokens,  # [R, K] int64
+    vocab,
+    stride,
+    runs,
     chunks,
     K,
-    COUNT: tl.constexpr,  # powers of two from chunks x K, chunks and K
+    MOST: tl.constexpr,  # a power of two from K on
+    RUNS: tl.constexpr,  # powers of two from runs and chunks on
     CHUNKS: tl.constexpr,
-    KP: tl.constexpr,
+    SUB: tl.constexpr,
+    HOT: tl.constexpr,
+    FAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (R)."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, CHUNKS)
+    run, part = tl.arange(0, RUNS), tl.arange(0, CHUNKS)
+    key = tl.load(keys + row * runs + run, mask=run < runs, other=LOWEST)
     tops = tl.load(largest + row * chunks + part, mask=part < chunks, other=float("-inf"))
     parts = tl.load(sums + row * chunks + part, mask=part < chunks, other=0.0)
     top = tl.max(tops, 0)
@@ -120,23 +160,35 @@ def merge_kernel(
     scaled = tl.where(tops == float("-inf"), 0.0, tl.exp(tops - safe))
     total = safe + tl.log(tl.sum(parts * scaled, 0))
 
-    keys += row * chunks * K
-    ids += row * chunks * K
-    index = tl.arange(0, COUNT)
-    key = tl.load(keys + index, mask=index < chunks * K, other=LOWEST)
-    name = tl.load(ids + index, mask=index < chunks * K, other=0)
-    place = _choose(key, K)
-    tl.debug_barrier()  # all are read
-    tl.store(keys + place, key, mask=place >= 0)
-    tl.store(ids + place, name, mask=place >= 0)
+    # a run beyond the vocabulary has LOWEST and is not taken, unless all are: it does no harm
+    listing, found = listing + row * MOST, found + row * MOST
+    # as many runs as chunks reach the least of the chunks' largest values: a good first guess
+    least = _key(tl.min(tl.where(part < chunks, tops, float("inf")), 0))
+    level = _level(key, tl.minimum(K, tl.cdiv(vocab, SUB)), MOST, least)
+    place = _places(key, level, MOST)
+    mine = tl.arange(0, MOST)
+    taken = tl.sum((place >= 0).to(tl.int32), 0)
+    tl.store(listing + place, run, mask=place >= 0)
     tl.debug_barrier()  # all are written
-    mine = tl.arange(0, KP)
-    one = tl.load(keys + mine, mask=mine < K, other=LOWEST)
-    name = tl.load(ids + mine, mask=mine < K, other=0)
-    other = tl.arange(0, KP)[None, :]
-    rival = tl.load(keys + other, mask=other < K, other=LOWEST)
-    earlier = (rival == one[:, None]) & (other < mine[:, None])
-    ahead = ((rival > one[:, None]) | earlier) & (other < K)
+    run = tl.load(listing + mine, mask=mine < taken, other=-1)
+
+    token = run[:, None] * SUB + tl.arange(0, SUB)[None, :]
+    blocks = run[:, None] * (SUB // 4) + tl.arange(0, SUB // 4)[None, :]
+    _, key = _keys(
+        logits, row, token, blocks, vocab, stride, temperature, seeds, positions, HOT, FAST
+    )
+    key = tl.reshape(key, [MOST * SUB])
+    place = _places(key, _level(key, K, MOST, level), MOST)
+    taken = tl.sum((place >= 0).to(tl.int32), 0)
+    # of equal keys the smaller token has the larger word
+    packed = (key.to(tl.int64) << 32) | (tl.reshape(token, [MOST * SUB]) ^ HIGHEST).to(tl.int64)
+    tl.store(found + place, packed, mask=place >= 0)
+    tl.debug_barrier()  # all are written
+    one = tl.load(found + mine, mask=mine < taken, other=0)
+    rival = tl.arange(0, MOST)[None, :]
+    other = tl.load(found + rival, mask=rival < taken, other=0)
+    ahead = (other > one[:, None]) & (rival < taken)
     rank = tl.sum(ahead.to(tl.int32), 1)
-    tl.store(log_probs + row * K + rank, _value(one) - total, mask=mine < K)
-    tl.store(tokens + row * K + rank, name.to(tl.int64), mask=mine < K)
+    kept = (mine < taken) & (rank < K)
+    tl.store(log_probs + row * K + rank, _value((one >> 32).to(tl.int32)) - total, mask=kept)
+    tl.store(tokens + row * K + rank, (one & 0xFFFFFFFF) ^ HIGHEST, mask=kept)

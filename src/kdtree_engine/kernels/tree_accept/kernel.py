@@ -2,8 +2,8 @@
 
     tokens, parents, picks [R, N], finite [R, N]  ->  indices [R, length], lengths, next_tokens
 
-From row 0 on: the first row whose parent is the current row and whose token is the pick there. The
-rows of the tree lie in registers, so a step is one minimum over N and two loads.
+From row 0 on: the first row whose parent is the current row and whose token is the pick there. All
+that a step needs lies in registers, so it is two reductions of int32 within a warp (redux.sync).
 """
 
 from __future__ import annotations
@@ -36,23 +36,30 @@ def accept_kernel(
     base = request * N
     row = tl.arange(0, NP)
     token = tl.load(tokens + base + row, mask=row < N, other=-1)
-    parent = tl.load(parents + base + row, mask=row < N, other=-1)
+    parent = tl.load(parents + base + row, mask=row < N, other=-1).to(tl.int32)
+    good = row * 0 + 1
+    if finite is not None:
+        good = tl.load(finite + base + row, mask=row < N, other=0).to(tl.int32)
+    child = parent >= 0
+    pick = tl.load(picks + base + parent, mask=child, other=-1)
+    above = tl.where(child & (token == pick), parent, -1)  # the row that this one follows, if any
     step = tl.arange(0, LP)
     path = tl.full([LP], -1, tl.int32)
     taken = 0
-    following = tl.load(picks + base)
     here = tl.min(row, 0)  # row 0; NP once the walk has ended
+    last = here
     stopped = here * 0
     while (here < NP) & (taken < length):
-        if finite is not None:
-            stopped = 1 - tl.load(finite + base + here).to(tl.int32)
+        stopped = 1 - tl.max(tl.where(row == here, good, 0), 0)
+        follower = tl.min(tl.where(above == here, row, NP), 0)
         if stopped != 0:
-            here = NP
+            here = here * 0 + NP
         else:
             path = tl.where(step == taken, here, path)
             taken += 1
-            following = tl.load(picks + base + here)
-            here = tl.min(tl.where((parent == here) & (token == following), row, NP), 0)
+            last = here
+            here = follower
+    following = tl.load(picks + base + last)
     tl.store(indices + request * length + step, path.to(tl.int64), mask=step < length)
     tl.store(lengths + request, taken.to(tl.int64))
     tl.store(next_tokens + request, following)
