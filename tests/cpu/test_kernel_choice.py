@@ -64,28 +64,29 @@ def test_what_is_looked_at_first_changes_no_token(
     ahead: float, likely: float, shelf: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runs one by one or all at once, every mass by the sum of the row, no shelf or a small one."""
-    inputs = small("mixed", 20, seed=2)
+    inputs = small("mixed", 12, seed=2)
     want = sample(*inputs).tokens
     monkeypatch.setattr(kernel, "AHEAD", ahead)
     monkeypatch.setattr(kernel, "LIKELY", likely)
     monkeypatch.setattr(kernel, "ROUGH", 0.9)
     monkeypatch.setattr("kdtree_engine.kernels.sample.SHELF", shelf or 1)
-    assert torch.equal(_launch_sample(*inputs, chunk=256).tokens, want)
     assert torch.equal(_launch_sample(*inputs, chunk=512, rows_a_tile=1).tokens, want)
 
 
-def test_the_rough_sum_is_within_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit that lies just under or over a mass: the decision needs the exact total."""
-    logits = torch.zeros(8, 1500)
-    logits[:, 700] = 12.0
-    rest = 1499 * math.exp(-12.0)
-    share = 1 / (1 + rest)  # of the likeliest token: is the next one kept?
-    top_p = torch.tensor([share * (1 + step * 2.0**-18) for step in range(-4, 4)])
-    off, ones = torch.zeros(8, dtype=torch.int64), torch.ones(8)
-    hot = torch.full((8,), 5.0)
-    for temperature in (ones, hot):
-        inputs = (logits, temperature, off, top_p, torch.zeros(8), torch.arange(8), off)
-        assert torch.equal(_launch_sample(*inputs, chunk=256).tokens, sample(*inputs).tokens)
+def test_limits_that_the_rough_sum_cannot_tell() -> None:
+    """The likeliest token has half of the mass, as nearly as top-p: are others kept beside it?"""
+    rows, vocab = 8, 900
+    logits = torch.zeros(rows, vocab)
+    logits[:, 700] = math.log(vocab - 1)
+    share = 1 / (1 + (vocab - 1) * math.exp(-float(logits[0, 700])))
+    top_p = torch.tensor([share + step * 2.0**-20 for step in (-3, -2, -1, -1, 1, 1, 2, 3)])
+    off, zero = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)
+    inputs = (logits, zero + 1, off, top_p, zero, torch.arange(rows) + 1, off)
+    want = sample(*inputs).tokens
+    assert torch.equal(_launch_sample(*inputs, chunk=512).tokens, want)
+    free = sample(*inputs[:3], zero + 1, *inputs[4:]).tokens
+    assert bool(((free != 700) & (top_p < share) & (want == 700)).any())  # rejected, narrowly
+    assert bool(((free != 700) & (top_p > share) & (want == free)).any())  # kept, narrowly
 
 
 def test_very_cold_rows() -> None:
@@ -131,6 +132,7 @@ def test_top_k(shape: tuple[int, int], k: int, chunk: int, ties: bool) -> None:
     assert torch.allclose(values, want, rtol=0, atol=2e-6)
     order = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     assert torch.equal(names, order)  # equal values by rising id
+    assert torch.equal(_launch_top(logits, k, chunk=chunk, run=4)[1], names)  # many more runs
     other = _launch_top(logits[-1:], k, chunk=chunk)
     assert torch.equal(other[0], values[-1:]) and torch.equal(other[1], ids[-1:])
 

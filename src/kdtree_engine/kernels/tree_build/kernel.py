@@ -15,7 +15,8 @@ far of its parent, so directly before it: `place` is kept by adding one to all b
 compared, and H is bounded only by the width of a field.
 
 A float64 score is compared as two int32 halves of its order-preserving integer, since a warp's
-maximum of int32 is one instruction (redux.sync). Additions are the reference's, in its order.
+maximum of int32 is one instruction (redux.sync). Additions are the reference's, in its order. What
+the loop reads, the check of the order has brought near.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def tree_kernel(
     low = _low(start.to(tl.float64))
     # place << 19 | depth << 12 | rank << 6 | slot, of the slot's candidate
     about = tl.where(row == 0, 1 << 12, row)
-    name_of = tl.full([NP], -1, tl.int64)
+    from_of = tl.full([NP], -1, tl.int32)  # place of the row's candidate; its token is read last
     parent_of, depth_of = tl.full([NP], -1, tl.int32), tl.zeros([NP], tl.int32)
     score_of = tl.where(row == 0, 0.0, float("-inf")).to(tl.float64)
     # Ancestor bits in two words; int32 sums of a warp are one instruction, too.
@@ -157,17 +158,17 @@ def tree_kernel(
         winner = tl.min(tl.where(leading & (low == best_low), about, HIGHEST), 0)
         slot, rank = winner & 63, (winner >> 6) & 63
         depth, place = (winner >> 12) & 127, winner >> 19
-        here = values + (depth - 1) * K + rank
+        candidate = (depth - 1) * K + rank
+        here = values + candidate
         old = tl.load(here).to(tl.float64)
         beside = tl.load(here + 1, mask=rank + 1 < width, other=float("-inf"))
         below = tl.load(values + depth * K, mask=depth < deepest, other=float("-inf"))
-        name = tl.load(names + (depth - 1) * K + rank)
         score = _score(best, best_low)
         sibling = score - old + beside.to(tl.float64)
         child = score + below.to(tl.float64)
 
         popped, fresh = row == slot, row == made
-        name_of = tl.where(fresh, name, name_of)
+        from_of = tl.where(fresh, candidate, from_of)
         parent_of, depth_of = tl.where(fresh, slot, parent_of), tl.where(fresh, depth, depth_of)
         score_of = tl.where(fresh, score, score_of)
         bits_low |= tl.where(fresh, tl.sum(tl.where(popped, bits_low, 0), 0), 0)
@@ -184,6 +185,7 @@ def tree_kernel(
     rows = budget + 1
     out, kept = request * rows + row, row < rows
     tl.store(nodes + request, made.to(tl.int64))
+    name_of = tl.load(names + from_of, mask=from_of >= 0, other=-1)
     tl.store(row_tokens + out, name_of, mask=kept)
     tl.store(parents + out, parent_of.to(tl.int64), mask=kept)
     tl.store(depths + out, depth_of.to(tl.int64), mask=kept)
