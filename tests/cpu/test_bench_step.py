@@ -17,7 +17,7 @@ from interpreter import allow_device_loops
 
 from kdtree_engine import cli
 from kdtree_engine.cache import CacheLayout
-from kdtree_engine.engine.measure import free, gate, products, step, table, timing, weights
+from kdtree_engine.engine.measure import free, gate, products, step, table, timing, warm, weights
 from kdtree_engine.engine.measure.decoding import (
     HORIZON,
     Decoding,
@@ -332,6 +332,18 @@ def test_a_tiny_run(
     assert all(price["ms_free"] > 0 and price["choices"] == {} for price in prices)
     shown = capsys.readouterr().out
     assert "gate passed" in shown and "all-reduces" in shown and table.HEADER in shown
+
+
+def test_kernels_are_compiled_by_processes_of_their_own(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    said: list[str] = []
+    options = step.Options("tiny", 8, requests=2, contexts=(0,), drafter=True)
+    warm.warm(options, [2, 8], said.append)
+    assert len(said) == 1 and said[0].startswith("compiled in"), capfd.readouterr().err
+    warm.warm(options, [3], said.append)  # two requests do not share three rows
+    assert said[-1].endswith("steps of [3] rows")
+    assert "--rows" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("rows", [2, 4, 8, 9, 64])

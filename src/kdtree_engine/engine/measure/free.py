@@ -146,7 +146,7 @@ def dense_choices(
     for shape, members in groups.items():
         weights = [one.weight for one in members[:_MOST_WEIGHTS]]
         own = weights[0].segments
-        ways = [one for one in SEGMENTS if one in (1, cut_in(weights[0], one).segments)]
+        ways = [cut_in(weights[0], count).segments for count in SEGMENTS]
         ways += [0] if weights[0].columns == weights[0].width else []
         dtype = torch.float32 if weights[0] is head else torch.bfloat16
         times = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kdtree_engine.cache import CacheLayout, CachePool, pages_for
-from kdtree_engine.config import MAX_ROWS_PER_REQUEST, PAGE_SIZE, ModelConfig
+from kdtree_engine.config import MAX_ROWS_PER_REQUEST, ModelConfig
 from kdtree_engine.drafter.dflash_model import DFlashModel
 from kdtree_engine.engine.measure import gate
 from kdtree_engine.engine.measure.decoding import (
@@ -49,6 +49,7 @@ from kdtree_engine.engine.measure.timing import (
     medians_ms,
     time_by_kernel,
 )
+from kdtree_engine.engine.measure.warm import warm
 from kdtree_engine.engine.measure.weights import APART, random_drafter, random_target
 from kdtree_engine.engine.memory import free_bytes, page_bytes
 from kdtree_engine.errors import OptionError
@@ -88,6 +89,8 @@ def run(options: Options, say: Say, write: Say) -> list[Measurement]:
     with torch.inference_mode():
         machine = measure_machine(device)
         check_machine(machine)
+        if cuda:
+            warm(options, counts, say)
         shallow = replace(config, num_layers=min(gate.LAYERS, config.num_layers))
         gate.check_rows(random_target(shallow, dtype, device, options.routing, options.seed), dtype)
         say(f"gate passed: {gate.ROWS} rows of {shallow.num_layers} layers, bits of plain decoding")
@@ -110,6 +113,30 @@ def run(options: Options, say: Say, write: Say) -> list[Measurement]:
             say(line)
         say(HEADER)
         return [one for rows in counts for one in bench.measure(rows, contexts)]
+
+
+def compile_kernels(options: Options) -> None:
+    """Do every step of `options` once, without measuring or checking; a drafter has one layer."""
+    config, counts, contexts = plan(options)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    dtype = torch.bfloat16 if cuda else torch.float32
+    with torch.inference_mode():
+        target = random_target(config, dtype, device, options.routing, options.seed)
+        drafter = None
+        if options.drafter:
+            shape = drafter_shape(options.shape, config)
+            shape = replace(shape, num_layers=1, layer_types=shape.layer_types[:1])
+            drafter = random_drafter(shape, dtype, device)
+        _, pool = _pool(target, drafter, options, contexts, dtype, _nobody)
+        for rows in counts:
+            step = _decoding(options, target, drafter, pool, rows)
+            step.stand(0)
+            step.launch()
+
+
+def _nobody(line: str) -> None:
+    """Nobody listens."""
 
 
 def plan(options: Options) -> tuple[ModelConfig, list[int], list[int]]:
@@ -145,32 +172,42 @@ def _pool(
     It has as many pages as a request of all positions, if they fit: a request's table is then as
     wide as `generate` has it, and kernels allot their results by its width.
     """
-    cuda = target.embedding.is_cuda
-    if cuda:
+    if target.embedding.is_cuda:
         gc.collect()
         torch.cuda.empty_cache()
     shape = None if drafter is None else drafter.config
-    size = page_bytes(target.config, shape, dtype)
-    free = free_bytes(target.device)
-    if free is not None and cuda:
-        free -= _SPARE_BYTES + (_FREE_BYTES if options.free else 0)
-    most = max(contexts) if free is None else max(0, free) // size // options.requests * PAGE_SIZE
-    fitting = [context for context in contexts if _pages(context) * PAGE_SIZE <= most]
-    if free is None:
-        fitting = list(contexts)
+    most, free = None, free_bytes(target.device)
+    if free is not None:
+        if target.embedding.is_cuda:
+            free -= _SPARE_BYTES + (_FREE_BYTES if options.free else 0)
+        most = max(0, free) // page_bytes(target.config, shape, dtype)
+    fitting = [
+        context
+        for context in contexts
+        if most is None or options.requests * _pages(context) <= most
+    ]
     if len(fitting) < len(contexts):
         say(f"left out for lack of memory: contexts {sorted({*contexts} - {*fitting})}")
     if not fitting:
         raise OptionError("no context of --contexts fits into the memory that is free")
-    pages = options.requests * _pages(max(fitting))
     whole = pages_for(target.config.max_positions)
-    pages = max(pages, whole if free is None else min(whole, free // size))
+    pages = options.requests * _pages(max(fitting))
+    pages = max(pages, whole if most is None else min(whole, most))
     return fitting, random_pool(target, CacheLayout(pages, options.requests), dtype, shape)
 
 
 def _pages(context: int) -> int:
     """Pages of one request: its context and what a few steps may commit."""
     return pages_for(context + MAX_ROWS_PER_REQUEST)
+
+
+def _decoding(
+    options: Options, target: Kimi, drafter: DFlashModel | None, pool: CachePool, rows: int
+) -> Decoding:
+    """A new engine whose requests share `rows` rows."""
+    each = rows // options.requests
+    draft = brooms(options.requests, each, target.config.vocab_size, options.seed)
+    return decoding(target, pool, each, *draft, options.temperature, drafter)
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,12 +245,7 @@ class _Bench:
 
     def decoding(self, rows: int) -> Decoding:
         """A new engine whose requests share `rows` rows."""
-        options = self.options
-        each, vocab = rows // options.requests, self.target.config.vocab_size
-        roots, blocks = brooms(options.requests, each, vocab, options.seed)
-        return decoding(
-            self.target, self.pool, each, roots, blocks, options.temperature, self.drafter
-        )
+        return _decoding(self.options, self.target, self.drafter, self.pool, rows)
 
     def at(self, step: Decoding, timed: Timed, context: int) -> Measurement:
         """One row of the table."""
