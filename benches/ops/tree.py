@@ -179,10 +179,18 @@ def _candidates(name: str, on: World) -> Iterator[Variant]:
         yield Variant(
             f"top_k {name} | chunk {chunk} warps {warps} run {length} merge warps {merging}",
             run,
-            lambda run=run: same((run(0)[1],), (want,)),  # type: ignore[misc]
+            lambda run=run: _check_candidates(run(0)[1], want, on),  # type: ignore[misc]
             CALLS,
             on.drafts[0].nbytes,
         )
+
+
+def _check_candidates(ids: Tensor, want: Tensor, on: World) -> str | None:
+    """With noise, values within 2^-15 of one another may change places."""
+    if float(on.noise[0][0]) == 0:
+        return same((ids,), (want,))
+    moved = float((ids != want).float().mean())
+    return f"{moved:.1%} of the candidates differ" if moved > 0.02 else None
 
 
 def _samples(name: str, on: World) -> Iterator[Variant]:
