@@ -7,7 +7,6 @@ and scales of the distinct experts that the rows choose, uniformly, and the shar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -97,55 +96,44 @@ class Judge:
 def up_ways(rows: int, chosen: UpTuning) -> list[UpTuning]:
     """The chosen launch first."""
     if rows <= 8:
-        cuts = ((16, 3), (16, 4), (32, 3), (32, 4), (32, 5), (64, 3))
-        ways = [UpTuning(height, 0, stages, joint=True) for height, stages in cuts]
-        ways.append(UpTuning(64, 1, 4))
+        ways = [UpTuning(32, 0, stages, joint=True) for stages in (3, 4, 5)]
+        ways += [UpTuning(16, 0, 5, joint=True), UpTuning(64, 0, 3, joint=True)]
+        ways += [UpTuning(64, 1, 3), UpTuning(128, 2, 3)]
     else:
-        ways = [UpTuning(64, 1, stages) for stages in (4, 5, 6)]
-        ways += [UpTuning(128, 2, stages) for stages in (4, 5)]
-        ways += [UpTuning(height, 0, 3, joint=True) for height in (32, 64)]
+        ways = [UpTuning(64, 1, stages) for stages in (3, 4, 5)]
+        ways += [UpTuning(128, 2, stages) for stages in (3, 4)]
+        ways += [UpTuning(64, 0, 3, joint=True)]
     return list(dict.fromkeys([chosen, *ways]))
 
 
 def down_ways(rows: int, chosen: DownTuning) -> list[DownTuning]:
     """The chosen launch first."""
     ways = [DownTuning(128, 2, 3), DownTuning(64, 1, 3), DownTuning(128, 2, 3, 4)]
-    ways += [DownTuning(128, 2, 3, pieces, True) for pieces in (2, 4, 8)]
-    ways += [DownTuning(64, 1, 3, 4, True), DownTuning(64, 1, 4, 8, True)]
-    if rows <= 4:
-        ways += [DownTuning(64, 1, 5), DownTuning(64, 1, 3, 2, True)]
-    else:
-        ways += [DownTuning(128, 2, 2, 4, True), DownTuning(128, 2, 4, 4, True)]
+    ways += [DownTuning(64, 1, 2), DownTuning(128, 2, 2, 2)]
     ways = [how._replace(shared_tokens=chosen.shared_tokens) for how in ways]
-    ways += [chosen._replace(shared_rows=64), chosen._replace(shared_tokens=8)]
+    ways += [chosen._replace(shared_rows=64)]
     return list(dict.fromkeys([chosen, *ways]))
 
 
 def up_variants(inputs: Inputs, layers: list[PackedExperts], judge: Judge) -> Iterator[Variant]:
-    """Checked through down. Four segments, for comparison, have other bits than eight."""
+    """Checked through down."""
     x, routing = inputs.x, inputs.routing
     rows = x.shape[0]
     slots = rows * TOP_K
     chosen = up_tuning(layers[0], slots, TOKENS, x)
-    four = [replace(layer, segments=4) for layer in layers]
-    cases = [(how, layers, judge) for how in up_ways(rows, chosen)]
-    if rows <= 8:
-        apart = Judge(judge.wanted)
-        ways = (UpTuning(32, 0, 4, joint=True), UpTuning(64, 0, 4, joint=True))
-        cases += [(how, four, apart) for how in ways]
     moved = inputs.distinct * 2 * INNER * HIDDEN * 0.5625
     flops = 4.0 * rows * TOP_K * INNER * HIDDEN
-    for how, own, own_judge in cases:
+    for how in up_ways(rows, chosen):
 
-        def run(layer: int, how: UpTuning = how, own: list[PackedExperts] = own) -> Tensor:
-            return _launch_up(x, routing, own[layer], how)
+        def run(layer: int, how: UpTuning = how) -> Tensor:
+            return _launch_up(x, routing, layers[layer], how)
 
-        def check(run: Callable[[int], Tensor] = run, own_judge: Judge = own_judge) -> str | None:
+        def check(run: Callable[[int], Tensor] = run) -> str | None:
             way = down_tuning(layers[0], rows, slots, TOKENS)
-            return own_judge(_launch_down(run(0), x, routing, layers[0], way).down_out)
+            return judge(_launch_down(run(0), x, routing, layers[0], way).down_out)
 
-        kind = f"joint of {own[0].segments}" if how.joint else f"whole {how.warps} warps"
-        best = "chosen " if how == chosen and own is layers else ""
+        kind = "joint" if how.joint else f"whole {how.warps} warps"
+        best = "chosen " if how == chosen else ""
         name = f"up R={rows} {best}[{how.rows} rows {kind} {how.stages} stages]"
         yield Variant(name, run, check, LAYERS, moved, flops)
 
@@ -172,7 +160,7 @@ def down_variants(inputs: Inputs, layers: list[PackedExperts], judge: Judge) -> 
             return judge(out.down_out) or shared_judge(out.shared_out)
 
         best = "chosen " if how == chosen else ""
-        cut = f"{how.pieces} x {how.rows} rows{' held' if how.held else ''}"
+        cut = f"{how.pieces} x {how.rows} rows"
         launch = (
             f"{how.warps} warps {how.stages} stages shared {how.shared_rows} x {how.shared_tokens}"
         )

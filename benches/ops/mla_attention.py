@@ -18,16 +18,16 @@ HEADS, KV, ROPE = 8, 512, 64
 SCALE = 0.14467963
 ROWS = (1, 8, 16, 32, 64)
 CONTEXTS = (4096, 32768, 131072)
-LONGER = zones(((2048, 128), (8192, 256), (32768, 512), (1 << 30, 2048)))
+LONGER = zones(((4096, 128), (8192, 256), (32768, 512), (1 << 30, 2048)))
 """Other blocks, with other bits: half as many parts to write and fold beyond 32,768 keys."""
 WIDE = Tiling(64, apart=True, ahead=True)
 FEW = (
-    Tiling(16, stages=3),
-    Tiling(16, stages=3, ahead=True),
-    Tiling(16, stages=2, ahead=True),
-    Tiling(16, stages=3, fold_width=32, fold_batch=16),
-    Tiling(16, stages=3, fold_width=32, fold_batch=8, fold_warps=2),
-    Tiling(32, stages=3),
+    Tiling(16, stages=3, ahead=True, fold_heads=2, fold_batch=16),
+    Tiling(16, stages=3, fold_heads=1, fold_width=128),
+    Tiling(16, stages=3, fold_heads=2, fold_width=64, fold_batch=8),
+    Tiling(16, stages=3, fold_heads=4, fold_width=32, fold_batch=16),
+    Tiling(16, stages=3, fold_heads=8, fold_width=32, fold_batch=16),
+    replace(WIDE, fold_heads=2, fold_batch=16),
     replace(WIDE, fold_width=32, fold_batch=16),
     WIDE,
 )
@@ -99,7 +99,8 @@ def _variant(problem: _Problem, context: int, cut: Tiling, expected: list[Tensor
     return Variant(
         f"mla_attention rows {rows} context {context}: {cut.columns} columns {cut.warps} warps "
         f"{'apart ' if cut.apart else ''}{'ahead ' if cut.ahead else ''}{cut.stages} stages "
-        f"waves {cut.waves} fold {cut.fold_width} x {cut.fold_batch} by {cut.fold_warps}{blocks}",
+        f"waves {cut.waves} fold {cut.fold_width} of {cut.fold_heads} x {cut.fold_batch} "
+        f"by {cut.fold_warps}{blocks}",
         lambda layer: problem.run(layer, cut),
         lambda: _check(problem, cut, expected),
         problem.layers,

@@ -123,11 +123,11 @@ def test_launches_agree_to_the_bit(packed: PackedExperts) -> None:
     x, routing = normal(70, HIDDEN), random_routing(random_choices(70))
     first = expert_mlp(x, routing, packed)
     ways = [
-        (8, UpTuning(16, 0, 4, joint=True), DownTuning(128, 2, 2, 3, True, 16, 8, 3)),
-        (8, UpTuning(32, 0, 3, joint=True, ptx=False), DownTuning(64, 1, 3, 8, True, 64, 32, 2)),
-        (8, UpTuning(64, 0, 2, joint=True), DownTuning(32, 1, 1, 5, False, 128, 16, 1)),
-        (8, UpTuning(128, 2, 3), DownTuning(128, 4, 4, 2, False, ptx=False)),
-        (16, UpTuning(32, 0, 3, joint=True), DownTuning(128, 2, 3, 1, True)),
+        (8, UpTuning(16, 0, 4, joint=True), DownTuning(128, 2, 2, 3, 16, 8, 3)),
+        (8, UpTuning(32, 0, 3, joint=True, ptx=False), DownTuning(64, 1, 3, 8, 64, 32, 2)),
+        (8, UpTuning(64, 0, 2, joint=True), DownTuning(32, 1, 1, 5, 128, 16, 1)),
+        (8, UpTuning(128, 2, 3), DownTuning(128, 4, 4, 2, ptx=False)),
+        (16, UpTuning(32, 0, 3, joint=True), DownTuning(128, 2, 3, 1)),
     ]
     ways += [
         (tokens, up_tuning(packed, 10**6, tokens, x), down_tuning(packed, 70, 10**6, tokens))

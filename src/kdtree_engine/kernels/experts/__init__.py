@@ -18,7 +18,7 @@ from kdtree_engine.kernels.experts.packing import (
     random_packed_experts,
 )
 from kdtree_engine.kernels.experts.reference import ExpertWeights, routed_experts
-from kdtree_engine.kernels.launch import launch_options, multiprocessors, precise
+from kdtree_engine.kernels.launch import launch_options, precise
 from kdtree_engine.kernels.router import Blocks, Routing
 
 NORM_WARPS = 16
@@ -43,14 +43,13 @@ class UpTuning(NamedTuple):
 class DownTuning(NamedTuple):
     """The same of down. shared_*: the shared expert's programs.
 
-    pieces: times `rows` that a program takes. held: the inputs are loaded once for all of them.
+    pieces: times `rows` that a program takes.
     """
 
     rows: int
     warps: int
     stages: int
     pieces: int = 1
-    held: bool = False
     shared_rows: int = 32
     shared_tokens: int = 8
     shared_stages: int = 5
@@ -75,20 +74,18 @@ def expert_mlp(x: Tensor, routing: Routing, packed: PackedExperts) -> ExpertOutp
 
 
 def up_tuning(packed: PackedExperts, slots: int, tokens: int, x: Tensor) -> UpTuning:
-    """For `slots` choices in blocks of `tokens`.
+    """For `slots` choices in blocks of `tokens`, from benches/kernels.py on an H200.
 
-    Few blocks take all segments at once, in programs so small that every SM has one. Many run one
-    warp for 64 rows of weights; wide blocks need the registers of more warps, and the shared memory
-    of their tokens.
+    Few blocks take all segments at once; many run one warp for 64 rows of weights; wide blocks need
+    the registers of more warps, and the shared memory of their tokens.
     """
     height = packed.up.tile_rows
     if tokens == 8 and slots < 128 and packed.segments > 1 and not precise(x):
-        programs = slots * packed.up.weight.shape[1] * (height // min(height, 32))
-        if programs < multiprocessors(x.device):
-            return UpTuning(min(height, 16), 0, 4, joint=True)
-        return UpTuning(min(height, 32), 0, 3, joint=True)
+        return UpTuning(min(height, 32), 0, 4, joint=True)
+    if tokens == 8 and 192 <= slots <= 384:
+        return UpTuning(height, max(1, height // 64), 4)
     if tokens == 8:
-        return UpTuning(min(height, 64), 1, 5 if slots <= 256 else 4)
+        return UpTuning(min(height, 64), 1, 5 if slots <= 128 else 4)
     warps, stages = _wide(height, tokens)
     return UpTuning(height, warps, stages)
 
@@ -100,17 +97,14 @@ def down_tuning(packed: PackedExperts, rows: int, slots: int, tokens: int) -> Do
     """
     height = packed.down.tile_rows
     shared = min(height, 32), max(tokens, min(64, 1 << (rows - 1).bit_length()))
-    # More inputs, or dense weights, would not fit into the shared memory of many programs.
-    held = packed.down.scale is not None and packed.down.columns <= 256
-    if tokens == 8 and slots <= 16:
-        return DownTuning(min(height, 64), 1, 3, 1, False, *shared)
+    if tokens == 8 and slots <= 32:
+        return DownTuning(min(height, 64), 1, 3, 1, *shared)
     if tokens == 8:
-        pieces = 2 if slots <= 64 else 4
-        return DownTuning(height, max(1, height // 64), 3, pieces, held, *shared)
+        return DownTuning(height, max(1, height // 64), 3, 1 if slots <= 128 else 4, *shared)
     warps, stages = _wide(height, tokens)
     if tokens == 16:
-        return DownTuning(height, warps, 3, 4, held, *shared, 3)
-    return DownTuning(height, warps, stages, 1, False, *shared, 3)
+        return DownTuning(height, warps, 3, 4, *shared, 3)
+    return DownTuning(height, warps, stages, 1, *shared, 3)
 
 
 def _wide(height: int, tokens: int) -> tuple[int, int]:
@@ -196,7 +190,7 @@ def _launch_down(
         inner, weight.weight, weight.scale, blocks.expert, blocks.slots, out, slots,
         routing.shared, None if shared is None else shared.weight, shared_out, rows,
         HIDDEN=packed.hidden, INNER=packed.inner, SHARED_INNER=shared_inner,
-        DTYPE=_triton_dtype(x.dtype), T=tokens, PIECES=how.pieces, HELD=how.held,
+        DTYPE=_triton_dtype(x.dtype), T=tokens, PIECES=how.pieces,
         SHARED_N=how.shared_rows, SHARED_T=how.shared_tokens,
         SHARED_STAGES=how.shared_stages, num_warps=how.warps, **_weight_options(weight, x, how),
         **launch_options(x),

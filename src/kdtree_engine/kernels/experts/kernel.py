@@ -122,15 +122,14 @@ def four_of(scales):
 @triton.jit
 def multiply(
     acc, weight, scale, x, valid, k, step, block, BLOCKS: tl.constexpr, K: tl.constexpr,
-    MASKED: tl.constexpr, HELD: tl.constexpr, DTYPE: tl.constexpr, QUANTISED: tl.constexpr,
-    PTX: tl.constexpr, PRECISE: tl.constexpr, TILE: tl.constexpr,
+    MASKED: tl.constexpr, DTYPE: tl.constexpr, QUANTISED: tl.constexpr, PTX: tl.constexpr,
+    PRECISE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """acc [.., N, T] + a block of weights, `step` after those pointed to, times its inputs.
 
     With a leading dimension of segments, each has its own block. weight [.., N, 32], scale
     [.., 4, N], x [.., 32, T]: pointers to the first block's; k [.., 32, 1]: its inputs. block
-    [.., 1]: which block it is, read where MASKED: it may lie beyond the last. Where HELD, x is a
-    tuple of this block's inputs, loaded before, and valid and k are not read.
+    [.., 1]: which block it is, read where MASKED: it may lie beyond the last.
     """
     STEP: tl.constexpr = 128 if QUANTISED else 32
     if MASKED:
@@ -156,10 +155,7 @@ def multiply(
                 plane(words, s3, 3, DTYPE),
             )
     for j in tl.static_range(STEP // 32):
-        if HELD:
-            value = x[j]
-        else:
-            value = inputs(x, valid, k, step * STEP + j * 32, K, MASKED or K % STEP != 0)
+        value = inputs(x, valid, k, step * STEP + j * 32, K, MASKED or K % STEP != 0)
         if QUANTISED:
             w = planes[j].to(DTYPE)
         else:
@@ -217,7 +213,7 @@ def joint_sum(
     for step in tl.range(0, SEGMENT, num_stages=STAGES):
         acc = multiply(
             acc, w + step * (TILE * 32), s, own, valid, ks, step, first + step, BLOCKS, HIDDEN,
-            MASKED, False, DTYPE, QUANTISED, PTX, PRECISE, TILE,
+            MASKED, DTYPE, QUANTISED, PTX, PRECISE, TILE,
         )  # fmt: skip
     return in_order(acc, S, N, T)
 
@@ -240,7 +236,7 @@ def whole_sum(
     for block in tl.range(0, BLOCKS, num_stages=STAGES):
         acc = multiply(
             acc, w + block * (TILE * 32), s, own, valid, k[:, None], block, block, BLOCKS,
-            HIDDEN, False, False, DTYPE, QUANTISED, PTX, PRECISE, TILE,
+            HIDDEN, False, DTYPE, QUANTISED, PTX, PRECISE, TILE,
         )  # fmt: skip
         if (block % SEGMENT == SEGMENT - 1) | (block == BLOCKS - 1):
             total += acc
@@ -313,7 +309,7 @@ def store_rows(acc, out, out_line, valid, part, HIDDEN: tl.constexpr, N: tl.cons
 @triton.jit
 def rows_of_tiles(
     weight, scale, x, line, valid, out, out_line, first, HIDDEN: tl.constexpr,
-    PIECES: tl.constexpr, PARTS: tl.constexpr, HELD: tl.constexpr, INNER: tl.constexpr,
+    PIECES: tl.constexpr, PARTS: tl.constexpr, INNER: tl.constexpr,
     BLOCKS: tl.constexpr, DTYPE: tl.constexpr, QUANTISED: tl.constexpr, PTX: tl.constexpr,
     PRECISE: tl.constexpr, T: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -321,42 +317,23 @@ def rows_of_tiles(
     """PIECES times N output rows, of PARTS such, from the first-th on, in one pipeline.
 
     Pieces beyond the last repeat it. line, out_line [T]: where a token's inputs and outputs start.
-    HELD: all inputs stay in registers, and a step of the pipeline takes all blocks of a piece.
     """
-    STEP: tl.constexpr = 128 if QUANTISED else 32
     n, k = tl.arange(0, N), tl.arange(0, 32)
     weight = weight + n[:, None] * 32 + k[None, :]
     scale = scale + tl.arange(0, 4)[:, None] * TILE + n[None, :] if QUANTISED else weight
     own = x + line[None, :] + k[:, None]
     inside = tl.broadcast_to(valid[None, :], own.shape)
-    if HELD:
-        held = ()
-        for j in tl.static_range(BLOCKS * STEP // 32):
-            value = inputs(own, inside, k[:, None], j * 32, INNER, INNER % STEP != 0)
-            held = held + (value,)
-        for piece in tl.range(0, PIECES, num_stages=STAGES):
-            part = tl.minimum(first + piece, PARTS - 1)
-            w, s = place_of(weight, scale, part, BLOCKS, QUANTISED, N, TILE)
-            acc = tl.zeros((N, T), tl.float32)
-            for block in tl.static_range(BLOCKS):
-                values = held[block * STEP // 32 : (block + 1) * STEP // 32]
-                acc = multiply(
-                    acc, w + block * (TILE * 32), s, values, inside, k[:, None], block, block,
-                    BLOCKS, INNER, False, True, DTYPE, QUANTISED, PTX, PRECISE, TILE,
-                )  # fmt: skip
+    acc = tl.zeros((N, T), tl.float32)
+    for step in tl.range(0, PIECES * BLOCKS, num_stages=STAGES):
+        part, block = tl.minimum(first + step // BLOCKS, PARTS - 1), step % BLOCKS
+        w, s = place_of(weight, scale, part, BLOCKS, QUANTISED, N, TILE)
+        acc = multiply(
+            acc, w + block * (TILE * 32), s, own, inside, k[:, None], block, block,
+            BLOCKS, INNER, False, DTYPE, QUANTISED, PTX, PRECISE, TILE,
+        )  # fmt: skip
+        if block == BLOCKS - 1:
             store_rows(acc, out, out_line, valid, part, HIDDEN, N)
-    else:
-        acc = tl.zeros((N, T), tl.float32)
-        for step in tl.range(0, PIECES * BLOCKS, num_stages=STAGES):
-            part, block = tl.minimum(first + step // BLOCKS, PARTS - 1), step % BLOCKS
-            w, s = place_of(weight, scale, part, BLOCKS, QUANTISED, N, TILE)
-            acc = multiply(
-                acc, w + block * (TILE * 32), s, own, inside, k[:, None], block, block,
-                BLOCKS, INNER, False, False, DTYPE, QUANTISED, PTX, PRECISE, TILE,
-            )  # fmt: skip
-            if block == BLOCKS - 1:
-                store_rows(acc, out, out_line, valid, part, HIDDEN, N)
-                acc = tl.zeros((N, T), tl.float32)
+            acc = tl.zeros((N, T), tl.float32)
 
 
 @triton.jit(do_not_specialize=["slots", "rows"])
@@ -365,7 +342,7 @@ def experts_down(
     rows, HIDDEN: tl.constexpr, INNER: tl.constexpr, SHARED_INNER: tl.constexpr,
     TILES: tl.constexpr, BLOCKS: tl.constexpr, DTYPE: tl.constexpr, QUANTISED: tl.constexpr,
     PTX: tl.constexpr, PRECISE: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
-    PIECES: tl.constexpr, HELD: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    PIECES: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
     SHARED_T: tl.constexpr, SHARED_N: tl.constexpr, SHARED_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The shared expert's programs first, SHARED_N rows for SHARED_T tokens, then the experts'.
@@ -383,7 +360,7 @@ def experts_down(
             rows_of_tiles(
                 shared_weight, shared_weight, shared_h, row * SHARED_INNER, row < rows,
                 shared_out, row * HIDDEN, program % SHARED_PARTS, HIDDEN, 1, SHARED_PARTS,
-                False, SHARED_INNER, (SHARED_INNER + 31) // 32, DTYPE, False, False, PRECISE,
+                SHARED_INNER, (SHARED_INNER + 31) // 32, DTYPE, False, False, PRECISE,
                 SHARED_T, SHARED_N, TILE, SHARED_STAGES,
             )  # fmt: skip
     program -= shared_programs
@@ -401,7 +378,7 @@ def experts_down(
             first = program % GROUPS * PIECES
             rows_of_tiles(
                 w, s, h, slot * INNER, slot < slots, out, slot * HIDDEN, first, HIDDEN,
-                PIECES, PARTS, HELD, INNER, BLOCKS, DTYPE, QUANTISED, PTX, PRECISE, T, N, TILE,
+                PIECES, PARTS, INNER, BLOCKS, DTYPE, QUANTISED, PTX, PRECISE, T, N, TILE,
                 STAGES,
             )  # fmt: skip
 

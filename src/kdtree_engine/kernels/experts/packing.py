@@ -19,7 +19,7 @@ DOWN_ROWS = 128
 PAIR = 8
 """Gates that stand together in an up tile, before as many ups."""
 
-SEGMENTS = 8
+SEGMENTS = 4
 """The most pieces that the up product's K is cut into; results depend on it."""
 
 _BLOCK = 128  # inputs of an INT4 block

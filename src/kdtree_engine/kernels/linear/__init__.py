@@ -20,9 +20,6 @@ from kdtree_engine.kernels.linear.reference import ColumnBlocks, pack_columns
 
 DenseWeight = ColumnBlocks | PackedLinear
 
-PREFETCH = 16
-"""K blocks (8 KB each in bf16) that a program asks for while the grid before it still runs."""
-
 
 class Tiles(NamedTuple):
     """Launch constants of one product; they change its speed, never its bits."""
@@ -91,7 +88,7 @@ def _launch_parts(x: Tensor, weight: PackedLinear, tiles: Tiles) -> Tensor:
     linear_parts[grid](
         x, weight.tiles, out, rows, weight.depth, weight.tiles.shape[1], weight.segment,
         weight.segments, weight.width, tiles.split and weight.segments > 1, tiles.block_n,
-        tiles.block_t, tiles.block_k, tiles.stages, PREFETCH if rows <= 256 else 0, precise(x),
+        tiles.block_t, tiles.block_k, tiles.stages, precise(x),
         num_warps=tiles.warps, **launch_options(x),
     )  # fmt: skip
     return out

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdtree_engine.kernels.prologue import begin, prefetch, product
+from kdtree_engine.kernels.prologue import begin, product
 
 
 @triton.jit
@@ -42,24 +42,18 @@ def segment_sum(
 def linear_parts(
     x_ptr, w_ptr, out_ptr, R, K, BLOCKS, SEGMENT, SEGMENTS, WIDTH,
     SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, PREFETCH: tl.constexpr, PRECISE: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PRECISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [R, K]; w [WIDTH / 64, BLOCKS, 64, 64]; out [SEGMENTS or 1, R, WIDTH] float32.
 
     grid (WIDTH / BLOCK_N, SEGMENTS if SPLIT else 1, cdiv(R, BLOCK_T)).
     """
+    begin(PDL)
     part = tl.program_id(1)
     first_row = tl.program_id(2) * BLOCK_T
     n, t, k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
     ok = first_row + t < R
     w = w_ptr + tl.program_id(0).to(tl.int64) * (BLOCK_N // 64) * BLOCKS * 4096
-    if PDL and PREFETCH > 0:
-        start = part * SEGMENT if SPLIT else 0
-        length = tl.minimum(tl.minimum(SEGMENT if SPLIT else BLOCKS, PREFETCH), BLOCKS - start)
-        for tile in tl.static_range(BLOCK_N // 64):
-            run = w + (tile * BLOCKS + start) * 4096
-            prefetch(run, length * (4096 * w_ptr.dtype.element_ty.primitive_bitwidth // 8))
-    begin(PDL)
     w_row = (n // 64) * (BLOCKS * 4096) + (n % 64) * 64
     w_offset = w_row[:, None] + ((k // 64) * 4096 + k % 64)[None, :]
     x = x_ptr + first_row.to(tl.int64) * K

@@ -9,7 +9,7 @@ from __future__ import annotations
 Zones = tuple[tuple[int, int, int, int], ...]
 """(first key, first block, keys of a block, blocks) of each zone: what the kernels are given."""
 
-BORDERS: tuple[tuple[int, int], ...] = ((2048, 128), (8192, 256), (32768, 512), (1 << 30, 1024))
+BORDERS: tuple[tuple[int, int], ...] = ((4096, 128), (8192, 256), (32768, 512), (1 << 30, 1024))
 """(end, keys of a block) of each zone, in keys; all are multiples of a tile of 64."""
 
 

@@ -25,8 +25,9 @@ class Tiling:
     columns: rows x heads a program takes at once. apart: of 8 warps, each half computes the scores
     of half of the keys (else both compute all, if columns are 64). ahead: the next tile's copies
     start before the products of this one. waves: programs a device is given at once, in SMs.
-    fold_width, fold_warps: value columns and warps of a program of `combine`; fold_batch: blocks
-    that it reads at once. zones: the blocks, not a free choice; benches alone try others.
+    fold_width, fold_heads, fold_warps: value columns, heads and warps of a program of `combine`;
+    fold_batch: blocks that it reads at once. zones: the blocks, not a free choice; benches alone
+    try others.
     """
 
     columns: int
@@ -37,6 +38,7 @@ class Tiling:
     waves: int = 8
     fold_width: int = 64
     fold_batch: int = 8
+    fold_heads: int = 16
     fold_warps: int = 4
     zones: Zones = ZONES
 
@@ -51,7 +53,7 @@ def tiling(columns: int, pages: int, small_memory: bool) -> Tiling:
     if small_memory:
         return Tiling(16)
     if columns <= 16:  # narrow slices, many reads in flight: few programs fold
-        return Tiling(16, stages=3, fold_width=32, fold_batch=16)
+        return Tiling(16, stages=3, fold_width=64, fold_batch=16, fold_heads=2)
     if columns <= 64 and pages <= 128:
         return Tiling(16, stages=3)
     return Tiling(32, stages=3) if columns <= 32 else Tiling(64, apart=True, ahead=True)
@@ -159,7 +161,8 @@ def _launch(
         COLUMNS=cut.columns, STAGES=cut.stages, APART=cut.apart, AHEAD=cut.ahead,
         num_warps=cut.warps, **options,
     )  # fmt: skip
-    folded, wide = min(16, _power(heads)), min(cut.fold_width, max(16, _power(value_dim)))
+    folded = min(cut.fold_heads, _power(heads))
+    wide = min(cut.fold_width, max(16, _power(value_dim)))
     kernel.combine[(rows * -(-heads // folded), -(-value_dim // wide))](
         values, high, mass, scores, places, latents, out, table.contexts, rounded, first, count,
         columns, HEADS=heads, KV=value_dim, ROPE=width - value_dim, ZONES=cut.zones, CAUSAL=causal,
