@@ -1,14 +1,17 @@
 """Decoding speed of the packaged model on held-out Python: plain, chain, trees, transformers.
 
-    python benches/decode.py [--threads 2] [--write-docs] [--quick]
+    python benches/decode.py [--device auto] [--threads 2] [--write-docs] [--quick] [--no-peer]
 
 Nothing is timed before the gate has passed: over all prompts, several at a time, every setting must
 give plain decoding's tokens, and for a few prompts its logits' bits; a timed run that gives other
 tokens ends the bench as well. Settings are timed one request at a time and interleaved: each round
 is one prompt through every setting, in random order. Acceptance is taken over all prompts.
 
-One JSON line a row goes to benches/results/decode.jsonl; `--write-docs` puts the table of the last
-run into docs/benchmarks.md (with `--no-run`, without measuring).
+On CUDA the engine decodes in bfloat16 by captured graphs. All of them are captured in a warm-up of
+everything that is timed; one more while timing ends the bench. transformers runs on the CPU only.
+
+One JSON line a row goes to benches/results/decode.jsonl; `--write-docs` puts the tables of the last
+run on each kind of device into docs/benchmarks.md (with `--no-run`, without measuring).
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ import gate
 import report
 from peer import Peer
 from settings import (
+    LARGEST,
     NATURAL,
     NGRAM,
     PLAIN,
@@ -47,7 +51,8 @@ from settings import (
 )
 
 from kdtree_engine import LLM
-from kdtree_engine.engine.build import packaged_model
+from kdtree_engine.engine.build import packaged_model, resolve_device, resolve_dtype
+from kdtree_engine.engine.measure.timing import check_machine, measure_machine
 from kdtree_engine.log import progress
 
 RESULTS = Path(__file__).resolve().parent / "results" / "decode.jsonl"
@@ -69,10 +74,29 @@ class Plan:
     repeats: int = 3
     bits: int = 2  # prompts whose logits are compared
     peer: bool = True
+    device: str = "cpu"
 
     def settings(self, temperatures: tuple[float, ...]) -> list[Setting]:
         """Every machine at every temperature."""
         return [Setting(machine, t) for t in temperatures for machine in self.machines]
+
+    @property
+    def natural(self) -> tuple[Machine, ...]:
+        """Plain decoding without the contract's row counts, where products have such."""
+        return (NATURAL,) if self.device == "cpu" else ()
+
+    def on_cuda(self) -> Plan:
+        """The same on a GPU: steps are short, so all temperatures are timed, and 63 nodes too."""
+        machines = self.machines
+        if TREES[-1] in machines:
+            machines = (*machines[:-1], LARGEST, machines[-1])
+        return replace(
+            self,
+            machines=machines,
+            timed_temperatures=self.temperatures,
+            peer=False,
+            device="cuda",
+        )
 
 
 QUICK = Plan(
@@ -92,8 +116,8 @@ class Bench:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        wanted = dict.fromkeys((*plan.machines, NATURAL))
-        self.llms: dict[Machine, LLM] = {machine: machine.load() for machine in wanted}
+        wanted = (*plan.machines, *plan.natural)
+        self.llms: dict[Machine, LLM] = {one: one.load(plan.device) for one in wanted}
         tokenizer = self.llms[PLAIN].tokenizer
         assert tokenizer is not None
         self.tokenizer = tokenizer
@@ -135,18 +159,29 @@ class Bench:
     def measure(self, peer: Peer | None, experts: list[str]) -> dict[Arm, list[Decoded]]:
         """Time every arm on every timed prompt, `repeats` times."""
         plan = self.plan
-        arms: list[Arm] = [*plan.settings(plan.timed_temperatures), Setting(NATURAL, 0.0)]
+        arms: list[Arm] = [*plan.settings(plan.timed_temperatures)]
+        arms += [Setting(machine, 0.0) for machine in plan.natural]
         arms += [f"{PEER}, {name}" for name in experts]
         rounds = [prompt for _ in range(plan.repeats) for prompt in self.timed]
-        with progress("timing", len(arms) * (len(rounds) + 1)) as meter:
+        # Not counted. Decoding is the same each time, so this captures every graph of the rounds.
+        warmup = self.timed[:1] if plan.device == "cpu" else self.timed
+        with progress("timing", len(arms) * (len(rounds) + len(warmup))) as meter:
 
             def one(arm: Arm, prompt: Prompt) -> Decoded:
                 result = self._time(arm, prompt, peer)
                 meter.advance(note=str(arm))
                 return result
 
-            gate.interleaved(arms, self.timed[:1], one)  # warm every arm up; not counted
-            return gate.interleaved(arms, rounds, one)
+            gate.interleaved(arms, warmup, one)
+            captured = self._graphs()
+            measured = gate.interleaved(arms, rounds, one)
+        if self._graphs() != captured:
+            raise gate.GateError("void: a graph was captured while others were timed")
+        return measured
+
+    def _graphs(self) -> int:
+        """How many graphs the engines have captured."""
+        return sum(len(llm.engine.runner._graphs) for llm in self.llms.values())
 
     def _time(self, arm: Arm, prompt: Prompt, peer: Peer | None) -> Decoded:
         new = self.plan.new_tokens
@@ -172,6 +207,7 @@ class Bench:
         phases = {
             name: round(statistics.median(1e3 * r.phases[name] / r.steps for r in runs), 3)
             for name in runs[0].phases
+            if any(r.phases[name] for r in runs)  # a captured step has one phase
         }
         same = sum(
             r.tokens == self.expected[temperature][p.index]
@@ -217,10 +253,23 @@ def _rounded(values: dict[str, float]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in values.items()}
 
 
-def run(plan: Plan) -> list[dict[str, Any]]:
+def floor_of(bench: Bench, facts: dict[str, Any]) -> tuple[int, float]:
+    """Bytes that a plain step must read, and the seconds for it at this machine's bandwidth."""
+    config = bench.llms[PLAIN].engine.target.config
+    if bench.plan.device == "cpu":
+        size = weight_bytes(config, 4, packed=False)
+        return size, read_seconds(size)
+    machine = measure_machine(torch.device("cuda"))
+    check_machine(machine)
+    facts["copy_tbs"] = round(machine.bandwidth_tbs, 3)
+    size = weight_bytes(config, 2, packed=config.quantization == "int4")
+    return size, size / (machine.bandwidth_tbs * 1e12)
+
+
+def run(plan: Plan, commit: str | None = None) -> list[dict[str, Any]]:
     """Gate, time, and give the rows of the table."""
     started = time.perf_counter()
-    facts = gate.environment_facts()
+    facts = gate.environment_facts(commit)
     bench = Bench(plan)
     bench.pass_gate()
     peer = Peer(packaged_model() / "target") if plan.peer else None
@@ -230,8 +279,11 @@ def run(plan: Plan) -> list[dict[str, Any]]:
         experts = list(dict.fromkeys((peer.default, best)))
         facts["transformers_experts"] = {"default": peer.default, "ms_per_token": probe}
         facts["transformers_attention"] = peer.attention
-    size = weight_bytes(bench.llms[PLAIN].engine.target.config, itemsize=4)
-    floor = read_seconds(size)
+    else:
+        facts["transformers_left_out"] = (
+            "asked to" if plan.device == "cpu" else "it is compared on the CPU, in float32"
+        )
+    size, floor = floor_of(bench, facts)
     measured = bench.measure(peer, experts)
     rows = [bench.row(arm, measured, floor) for arm in measured]
     untimed = [s for s in bench.acceptance if s not in measured]
@@ -243,7 +295,8 @@ def run(plan: Plan) -> list[dict[str, Any]]:
         "run": facts["date"],
         "gate": "passed",
         "top_p": 1.0,
-        "dtype": "float32",
+        "device": plan.device,
+        "dtype": str(resolve_dtype("auto", torch.device(plan.device))).removeprefix("torch."),
         "prompts": len(bench.prompts),
         "timed_prompts": len(bench.timed),
         "prompt_tokens": plan.prompt_tokens,
@@ -259,6 +312,9 @@ def run(plan: Plan) -> list[dict[str, Any]]:
 def parse() -> argparse.Namespace:
     """Options; what is not given comes from the plan."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
+    parser.add_argument("--commit", help="what to record where the source has no git history")
     parser.add_argument("--threads", type=int, help="torch's threads (default: torch decides)")
     parser.add_argument("--quick", action="store_true", help="a few tokens, to see that it works")
     parser.add_argument("--repeats", type=int)
@@ -285,14 +341,17 @@ def main() -> None:
             if (value := getattr(args, name)) is not None
         }
         base = QUICK if args.quick else Plan()
-        rows = run(Plan(**{**vars(base), **given}))
+        if resolve_device(args.device).type == "cuda":
+            base = base.on_cuda()
+        plan = replace(base, peer=base.peer and not args.no_peer, **given)
+        rows = run(plan, args.commit)
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
             with out.open("a", encoding="utf-8") as lines:
                 lines.writelines(json.dumps(row) + "\n" for row in rows)
     print(report.table(rows))
     if args.write_docs:
-        report.write_docs(rows)
+        report.write_docs(out or RESULTS)
 
 
 if __name__ == "__main__":

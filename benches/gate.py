@@ -106,8 +106,8 @@ def paired_ratio(base: Sequence[float], other: Sequence[float]) -> dict[str, flo
     }
 
 
-def environment_facts() -> dict[str, Any]:
-    """What a reader needs to judge or repeat a number."""
+def environment_facts(commit: str | None = None) -> dict[str, Any]:
+    """What a reader needs to judge or repeat a number. commit: for a copy without its history."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_model(),
@@ -119,7 +119,7 @@ def environment_facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "transformers": _version("transformers"),
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": commit or _git("rev-parse", "HEAD"),
         "dirty": bool(_git("status", "--porcelain", "--", "src", "benches/*.py")),
     }
 

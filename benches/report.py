@@ -1,4 +1,6 @@
-"""The rows of benches/decode.py as text, and as the generated part of docs/benchmarks.md."""
+"""The rows of benches/decode.py as text, and as the generated part of docs/benchmarks.md: the last
+run on a CPU, then the last on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,12 @@ HEAD = (
 Row = dict[str, Any]
 
 
-def last_run(path: Path) -> list[Row]:
-    """The rows that share the run of the file's last line."""
+def last_run(path: Path, device: str | None = None) -> list[Row]:
+    """The rows that share the run of the file's last line, or of the last one of a kind of device;
+    none where there is none. Rows that name no device are of a CPU.
+    """
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if device in (None, row.get("device", "cpu"))]
     return [row for row in rows if row["run"] == rows[-1]["run"]]
 
 
@@ -67,38 +72,66 @@ def phase_table(rows: Sequence[Row]) -> str:
 
 
 def hardware(row: Row) -> str:
-    """One paragraph: where, with what, how long."""
+    """A paragraph on where and with what, and one on how much was measured."""
     facts = row["environment"]
-    peer = facts.get("transformers_experts")
-    probe = ""
-    if peer:
-        found = ", ".join(f"{name} {ms:.1f}" for name, ms in peer["ms_per_token"].items())
-        probe = (
-            f" transformers' ways to run experts in a short probe, ms a token: {found}; its default"
-            f" is {peer['default']}, its attention {facts['transformers_attention']}."
-        )
+    cuda = row.get("device") == "cuda"
     dirty = " with uncommitted changes" if facts["dirty"] else ""
+    versions = f"Python {facts['python']}, torch {facts['torch']}"
+    place = f"{facts['gpu']}, Triton {facts['triton']}" if cuda else f"{facts['cpu']}"
+    where = (
+        f"{facts['date'][:16]}Z, {place}, {facts['cores']} cores, {facts['threads']} threads; "
+        f"{versions}, transformers {facts['transformers']}; commit "
+        f"{(facts['commit'] or 'unknown')[:10]}{dirty}. {_load(facts)}"
+        f"{row['bench_seconds']:.0f} s in all.{_peer(facts)}"
+    )
+    floor = row["floor_ms_per_step"]
+    rate = f"at the {facts['copy_tbs']:.2f} TB/s of a copy " if cuda else ""
     return (
-        f"{facts['date'][:16]}Z, {facts['cpu']}, {facts['cores']} cores, {facts['threads']} "
-        f"threads; Python {facts['python']}, torch {facts['torch']}, transformers "
-        f"{facts['transformers']}; commit {facts['commit'][:10]}{dirty}. Load average before "
-        f"{facts['load_before']}, after {facts['load_after']} (this bench alone makes about "
-        f"{facts['threads']}). {row['bench_seconds']:.0f} s in all.{probe}\n\n"
-        f"Acceptance over {row['prompts']} prompts, times over {row['timed_prompts']} of them; "
+        f"{where}\n\n{row['dtype']}. Acceptance over {row['prompts']} prompts, times over "
+        f"{row['timed_prompts']} of them; "
         f"prompts of {row['prompt_tokens']} tokens, {row['new_tokens']} new ones, medians of "
         f"{row['repeats']} repeats. The weights that one row reads are "
         f"{row['weight_bytes'] / 1e6:.1f} MB; reading so much takes "
-        f"{row['floor_ms_per_step']:.2f} ms here, the floor of a step."
+        f"{floor:.{4 if cuda else 2}f} ms {rate}here, the floor of a step."
     )
 
 
-def write_docs(rows: Sequence[Row], path: Path = DOCS) -> None:
-    """Replace what stands between the markers; append both where the page has none."""
+def _load(facts: Row) -> str:
+    return (
+        f"Load average before {facts['load_before']}, after {facts['load_after']} (this bench alone"
+        f" makes about {facts['threads']}). "
+    )
+
+
+def _peer(facts: Row) -> str:
+    """What was found of transformers' ways to run experts, or why it was left out."""
+    peer = facts.get("transformers_experts")
+    if peer is None:
+        reason = facts.get("transformers_left_out")
+        return f" transformers was left out: {reason}." if reason else ""
+    found = ", ".join(f"{name} {ms:.1f}" for name, ms in peer["ms_per_token"].items())
+    return (
+        f" transformers' ways to run experts in a short probe, ms a token: {found}; its default"
+        f" is {peer['default']}, its attention {facts['transformers_attention']}."
+    )
+
+
+def section(rows: Sequence[Row]) -> list[str]:
+    """What docs/benchmarks.md says of one run."""
     timed = next(row for row in rows if "floor_ms_per_step" in row)
-    body = "\n\n".join(
-        [hardware(timed), table(rows), "Percent of a step, by phase:", phase_table(rows)]
-    )
+    parts = [hardware(timed), table(rows)]
+    if len(timed["phases_ms_per_step"]) > 1:
+        parts += ["Percent of a step, by phase:", phase_table(rows)]
+    return parts
+
+
+def write_docs(results: Path, path: Path = DOCS) -> None:
+    """Replace what stands between the markers; append both where the page has none."""
+    cpu, cuda = last_run(results, "cpu"), last_run(results, "cuda")
+    parts = section(cpu) if cpu else []
+    parts += ["### On a GPU", *section(cuda)] if cuda else []
     text = path.read_text(encoding="utf-8") if path.exists() else "# Benchmarks\n"
     before, found, rest = text.partition(BEGIN)
     after = rest.partition(END)[2] if found else ""
+    body = "\n\n".join(parts)
     path.write_text(f"{before}{BEGIN}\n\n{body}\n\n{END}{after or chr(10)}", encoding="utf-8")

@@ -29,10 +29,10 @@ class Machine:
     tree_nodes: int | str
     natural: bool = False  # products at their natural row counts
 
-    def load(self) -> LLM:
-        """The packaged model with this drafter and tree."""
+    def load(self, device: str) -> LLM:
+        """The packaged model with this drafter and tree, in the device's own dtype."""
         drafter = "auto" if self.drafter == "dflash" else self.drafter
-        return LLM(drafter=drafter, device="cpu", tree_nodes=self.tree_nodes)
+        return LLM(drafter=drafter, device=device, tree_nodes=self.tree_nodes)
 
     def __str__(self) -> str:
         if self.natural:
@@ -47,6 +47,7 @@ class Machine:
 PLAIN = Machine("none", 0)
 NATURAL = Machine("none", 0, natural=True)
 TREES = tuple(Machine("dflash", nodes) for nodes in ("chain:7", 7, 15, 31))
+LARGEST = Machine("dflash", 63)
 NGRAM = Machine("ngram", 15)
 
 
@@ -146,8 +147,11 @@ def acceptance(tokenizer: Tokenizer, outputs: Sequence[Any]) -> dict[str, float]
     }
 
 
-def weight_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Bytes of the weights that one row must read in a step: its own experts, all else whole."""
+def weight_bytes(config: ModelConfig, itemsize: int, packed: bool) -> int:
+    """Bytes of the weights that one row must read in a step: its own experts, all else whole.
+
+    packed: routed experts are read as INT4 with a bfloat16 scale for 32, else unpacked.
+    """
     c, hidden = config, config.hidden_size
     query = c.num_heads * (c.nope_dim + c.rope_dim)
     lora = c.q_lora_rank
@@ -155,16 +159,18 @@ def weight_bytes(config: ModelConfig, itemsize: int) -> int:
     attention += hidden * (c.kv_lora_rank + c.rope_dim)
     attention += c.kv_lora_rank * c.num_heads * (c.nope_dim + c.v_dim)
     attention += c.num_heads * c.v_dim * hidden
-    experts = c.experts_per_token + c.num_shared_experts
-    sparse = 3 * hidden * c.moe_intermediate_size * experts + hidden * c.num_experts
-    dense = 3 * hidden * c.intermediate_size
+    expert = 3 * hidden * c.moe_intermediate_size
+    whole = expert * c.num_shared_experts + hidden * c.num_experts
     dense_layers = sum(not c.is_moe_layer(layer) for layer in range(c.num_layers))
-    return itemsize * (
+    sparse_layers = c.num_layers - dense_layers
+    elements = (
         c.num_layers * attention
-        + dense_layers * dense
-        + (c.num_layers - dense_layers) * sparse
+        + dense_layers * 3 * hidden * c.intermediate_size
+        + sparse_layers * whole
         + hidden * c.vocab_size
     )
+    routed = sparse_layers * expert * c.experts_per_token
+    return itemsize * elements + int(routed * (0.5 + 2 / 32 if packed else itemsize))
 
 
 def read_seconds(size: int) -> float:

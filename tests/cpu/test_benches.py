@@ -34,7 +34,8 @@ def benches() -> Iterator[dict[str, ModuleType]]:
 
 def test_a_quick_run_gives_valid_rows(benches: dict[str, ModuleType], tmp_path: Path) -> None:
     out = tmp_path / "decode.jsonl"
-    command = [sys.executable, str(BENCHES / "decode.py"), "--quick", "--threads", "1"]
+    command = [sys.executable, str(BENCHES / "decode.py"), "--quick", "--device", "cpu"]
+    command += ["--threads", "1"]
     done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in out.read_text().splitlines()]
@@ -60,9 +61,56 @@ def test_a_quick_run_gives_valid_rows(benches: dict[str, ModuleType], tmp_path: 
     page = tmp_path / "page.md"
     page.write_text("before\n")
     for _ in range(2):
-        benches["report"].write_docs(benches["report"].last_run(out), page)
+        benches["report"].write_docs(out, page)
     text = page.read_text()
     assert text.startswith("before\n") and text.count("| tree 15 | 0 |") == 1
+    assert "### On a GPU" not in text
+    with out.open("a") as lines:
+        lines.writelines(json.dumps(on_a_gpu(row)) + "\n" for row in rows)
+        lines.writelines(json.dumps({**row, "run": "later"}) + "\n" for row in rows)
+    benches["report"].write_docs(out, page)
+    text = page.read_text()
+    own, gpu = text.split("### On a GPU")
+    assert "H200" not in own and own.count("| tree 15 | 0 |") == 1
+    assert "Some H200, Triton 3.6.0" in gpu and "4.12 TB/s" in gpu and "by phase" not in gpu
+    assert "commit unknown" in gpu and text.count("transformers was left out") == 1
+
+
+def on_a_gpu(row: dict[str, Any]) -> dict[str, Any]:
+    """What a run there writes, its figures aside."""
+    facts = {**row["environment"], "gpu": "Some H200", "triton": "3.6.0", "commit": None}
+    facts |= {"copy_tbs": 4.123, "transformers_left_out": "it is slow"}
+    del facts["transformers_experts"]
+    phases = {"step": row["ms_per_step"]}
+    changed = {"device": "cuda", "dtype": "bfloat16", "run": "gpu", "environment": facts}
+    return {**row, **changed, "phases_ms_per_step": phases}
+
+
+def test_the_plan_of_a_gpu(benches: dict[str, ModuleType]) -> None:
+    plan = benches["decode"].Plan().on_cuda()
+    assert [str(machine) for machine in plan.machines] == [
+        "plain", "chain:7", "tree 7", "tree 15", "tree 31", "tree 63", "ngram tree 15",
+    ]  # fmt: skip
+    assert plan.timed_temperatures == (0.0, 0.7, 1.0)
+    assert not plan.peer and not plan.natural and plan.device == "cuda"
+
+
+def test_a_graph_captured_while_timing_voids_the_run(
+    benches: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, gate = benches["decode"], benches["gate"]
+    bench = decode.Bench(decode.QUICK)
+    bench.pass_gate()
+    graphs = bench.llms[decode.PLAIN].engine.runner._graphs
+    timed = bench._time
+
+    def capturing(*given: Any) -> Any:
+        graphs[len(graphs)] = None
+        return timed(*given)
+
+    monkeypatch.setattr(bench, "_time", capturing)
+    with pytest.raises(gate.GateError, match="void"):
+        bench.measure(None, [])
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,235 @@
+"""Every kernel under compute-sanitizer: memcheck (bounds) and racecheck (shared memory).
+
+    python benches/sanitize.py [--tools memcheck,racecheck] [--limit 200] [--sanitizer PATH]
+
+The load is a short run at small shapes: the packaged model and one rank's share of a tiny K2.6
+decode a few tokens plainly, by a tree and by a chain, with and without filters, and operators
+outside of a step run once. It runs by itself first, which compiles the kernels and says which were
+launched, then under each tool. Operators are launched one by one: under memcheck every tensor is an
+allocation of its own, which a graph cannot be.
+
+One JSON file: benches/results/sanitizer.json. Ends with 1 if anything was found or did not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # also when imported from elsewhere
+
+import gate
+
+HERE = Path(__file__).resolve()
+KERNELS = HERE.parents[1] / "src" / "kdtree_engine" / "kernels"
+RESULTS = HERE.parent / "results" / "sanitizer.json"
+OPTIONS = {
+    "memcheck": ["--tool", "memcheck", "--padding", "32"],
+    "racecheck": ["--tool", "racecheck", "--racecheck-report", "all"],
+}
+TAIL = 4000  # characters kept of a tool's output
+MARK = "launched kernels: "
+
+
+def launched_kernels() -> list[str]:
+    """Names of the kernels that the package's operators launch, from their source."""
+    jit, launches = set[str](), set[str]()
+    for path in sorted(KERNELS.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        jit |= set(re.findall(r"@triton\.jit.*\ndef (\w+)", text))
+        launches |= set(re.findall(r"(?:^|[\s.])(\w+)\[[^\n]*\]\($", text, re.MULTILINE))
+    return sorted(jit & launches)
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Launches by kernel name, where Triton launches them."""
+    seen: Counter[str] = Counter()
+    try:
+        from triton import knobs
+    except ImportError:
+        yield seen
+        return
+
+    def note(metadata: Any) -> None:
+        seen[str(metadata.get()["name"])] += 1
+
+    knobs.runtime.launch_enter_hook.add(note)
+    try:
+        yield seen
+    finally:
+        knobs.runtime.launch_enter_hook.remove(note)
+
+
+def load(device: str) -> Counter[str]:
+    """What runs under the tools; launches by kernel."""
+    with torch.inference_mode(), counted() as seen:
+        _packaged(device)
+        _tiny(torch.device(device))
+        _operators(torch.device(device))
+        if device == "cuda":
+            torch.cuda.synchronize()
+    return seen
+
+
+def _packaged(device: str) -> None:
+    """Prefill, DFlash, a tree and a chain, plain steps; greedy, sampled, and with every filter."""
+    from kdtree_engine import LLM, SamplingParams
+
+    settings = [
+        SamplingParams(4, ignore_eos=True),
+        SamplingParams(4, temperature=1.0, seed=1, ignore_eos=True),
+        SamplingParams(
+            4, temperature=0.8, top_k=40, top_p=0.9, min_p=0.02, seed=2, ignore_eos=True
+        ),
+    ]
+    prompts = [list(range(40, 40 + length)) for length in (70, 5, 129)]
+    for nodes in (0, 15, "chain:7"):
+        llm = LLM(
+            device=device, dtype="bfloat16", tree_nodes=nodes, cache_pages=12, max_requests=3,
+            eager=True, prefill_chunk=128,
+        )  # fmt: skip
+        outputs = llm.generate(prompts, settings)
+        assert all(out.error is None and len(out.token_ids) == 4 for out in outputs)
+
+
+def _tiny(device: torch.device) -> None:
+    """Steps of many rows over a longer context: other tiles, several blocks of keys."""
+    from kdtree_engine.cache import CacheLayout
+    from kdtree_engine.engine.measure.decoding import brooms, decoding, random_pool
+    from kdtree_engine.engine.measure.shapes import TINY, share
+    from kdtree_engine.engine.measure.weights import random_target
+
+    target = random_target(share(TINY, 8), torch.bfloat16, device)
+    pool = random_pool(target, CacheLayout(80, 8), torch.bfloat16)
+    for requests, rows in ((1, 1), (1, 64), (8, 16)):
+        roots, blocks = brooms(requests, rows, target.config.vocab_size)
+        one = decoding(target, pool, rows, roots, blocks, 0.6, eager=True)
+        one.stand(300)
+        one.operators()
+
+
+def _operators(device: torch.device) -> None:
+    """Those that a step does without."""
+    from kdtree_engine.kernels.cache_commit import commit_rows
+    from kdtree_engine.kernels.gumbel import gumbel
+    from kdtree_engine.kernels.tree_mask import tree_mask
+
+    one = torch.arange(5, device=device)
+    gumbel(one, one, 1000)
+    tree_mask(torch.tensor([[-1, 0, 0, 1, 3]], device=device))
+    layers = [torch.randn(4, 64, 80, device=device) for _ in range(2)]
+    commit_rows(layers, one + 10, one + 11)
+
+
+def found_in(output: str, kernels: Sequence[str]) -> dict[str, Any]:
+    """A tool's own count of errors (racecheck: hazards), and the kernels that its report names."""
+    report = [line for line in output.splitlines() if line.startswith("=========")]
+    counts = [
+        int(number)
+        for line in report
+        for number in re.findall(r"SUMMARY: (\d+) (?:errors?|hazards?)", line)
+    ]
+    named = Counter(name for line in report for name in kernels if re.search(rf"\b{name}\b", line))
+    return {
+        "errors": sum(counts) if counts else None,  # None: it did not come to a summary
+        "kernels_named": dict(named),
+        "first_lines": report[:60],
+    }
+
+
+def under(tool: str, args: argparse.Namespace, kernels: Sequence[str]) -> dict[str, Any]:
+    """Run the load under a tool; "bare" is none."""
+    command = [sys.executable, str(HERE), "--load", "--device", args.device]
+    variables = dict(os.environ)
+    if tool != "bare":
+        common = ["--target-processes", "application-only", "--print-limit", "200"]
+        command = [args.sanitizer, *OPTIONS[tool], *common, *command]
+    if tool == "memcheck":
+        variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    began, late = time.perf_counter(), False
+    try:
+        done = subprocess.run(
+            command, env=variables, timeout=args.limit, text=True, errors="replace",
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        output, code = done.stdout, done.returncode
+    except subprocess.TimeoutExpired as error:
+        raw = error.stdout or b""
+        output = raw if isinstance(raw, str) else raw.decode(errors="replace")
+        code, late = -1, True
+    seen = {}
+    for line in output.splitlines():
+        if line.startswith(MARK):
+            seen = json.loads(line.removeprefix(MARK))
+    result: dict[str, Any] = {
+        "tool": tool,
+        "exit_code": code,
+        "timed_out": late,
+        "seconds": round(time.perf_counter() - began, 1),
+        "kernels_seen": seen,
+        "kernels_not_seen": [name for name in kernels if name not in seen],
+        "tail": output[-TAIL:],
+    }
+    if tool != "bare":
+        result |= found_in(output, kernels)
+    return result
+
+
+def clean(result: dict[str, Any], device: str) -> bool:
+    """Whether a tool came to its end, saw all kernels and found nothing."""
+    missed = result["kernels_not_seen"] if device == "cuda" else []
+    return result["exit_code"] == 0 and not missed and result.get("errors", 0) == 0
+
+
+def main() -> int:
+    """Run the load, or the tools over it."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--load", action="store_true", help="only run what the tools watch")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--tools", default="memcheck,racecheck")
+    parser.add_argument("--limit", type=float, default=200.0, help="seconds a tool")
+    parser.add_argument("--sanitizer", help="compute-sanitizer, where it is not on the PATH")
+    parser.add_argument("--commit", help="what to record where the source has no git history")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    if args.load:
+        print(MARK + json.dumps(load(args.device)))
+        return 0
+    args.sanitizer = (
+        args.sanitizer
+        or shutil.which("compute-sanitizer")
+        or "/usr/local/cuda/bin/compute-sanitizer"
+    )
+    if not Path(args.sanitizer).exists():
+        raise SystemExit(f"no compute-sanitizer at {args.sanitizer}")
+    kernels = launched_kernels()
+    results = []
+    for tool in ("bare", *args.tools.split(",")):
+        results.append(under(tool, args, kernels))
+        short = ("tool", "seconds", "exit_code", "errors", "kernels_not_seen", "kernels_named")
+        print(json.dumps({key: results[-1].get(key) for key in short}), flush=True)
+        if not clean(results[-1], args.device):
+            print(results[-1]["tail"][-1500:], flush=True)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        found = {"kernels": kernels, "tools": results}
+        found["environment"] = gate.environment_facts(args.commit)
+        args.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return 0 if all(clean(result, args.device) for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""benches/sanitize.py: its load runs, and what a tool reports is read; the tool is a stand-in."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHES = Path(__file__).resolve().parents[2] / "benches"
+
+STAND_IN = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift 2; done
+"$@"
+echo "========= Error: Race reported between Write access at experts_up+0x1f0"
+echo "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)"
+"""
+
+
+@pytest.fixture(scope="module")
+def sanitize() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(BENCHES))
+    try:
+        yield importlib.import_module("sanitize")
+    finally:
+        sys.path.remove(str(BENCHES))
+        for name in ("sanitize", "gate"):
+            sys.modules.pop(name, None)
+
+
+def test_launched_kernels(sanitize: ModuleType) -> None:
+    kernels = sanitize.launched_kernels()
+    assert {"partials", "combine", "experts_up", "runs_kernel", "paths_kernel"} <= set(kernels)
+    assert "begin" not in kernels and len(kernels) > 20
+
+
+def test_a_run(sanitize: ModuleType, tmp_path: Path) -> None:
+    tool, out = tmp_path / "tool", tmp_path / "out.json"
+    tool.write_text(STAND_IN)
+    tool.chmod(0o755)
+    command = [sys.executable, str(BENCHES / "sanitize.py"), "--device", "cpu"]
+    command += ["--tools", "racecheck", "--sanitizer", str(tool), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(out.read_text())
+    bare, race = found["tools"]
+    assert bare["exit_code"] == race["exit_code"] == 0, bare["tail"]
+    assert race["errors"] == 2 and race["kernels_named"] == {"experts_up": 1}
+
+
+def test_reports_are_read(sanitize: ModuleType) -> None:
+    good = "========= COMPUTE-SANITIZER\nfine\n========= ERROR SUMMARY: 0 errors\n"
+    assert sanitize.found_in(good, ["combine"])["errors"] == 0
+    assert sanitize.found_in("========= COMPUTE-SANITIZER\n", [])["errors"] is None
+    bad = "========= Invalid __global__ read of size 2 bytes\n=========     at combine+0x10\n"
+    found = sanitize.found_in(bad + "========= ERROR SUMMARY: 1 error\n", ["combine", "partials"])
+    assert found["errors"] == 1 and found["kernels_named"] == {"combine": 1}
+    result = {"exit_code": 0, "kernels_not_seen": [], "errors": None}
+    assert not sanitize.clean(result, "cuda")
