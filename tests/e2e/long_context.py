@@ -46,9 +46,11 @@ from kdtree_engine.drafter.replay import ReplayDrafter
 from kdtree_engine.engine.loop import Engine
 from kdtree_engine.engine.measure.shapes import KIMI_K26, share
 from kdtree_engine.engine.measure.weights import random_target
+from kdtree_engine.kernels.mla_attention import blocks
 from kdtree_engine.model import Kimi
 
-BORDERS = (128, 2048, 8192, 32_768, 131_072)
+ZONES = [end for end, _ in blocks.BORDERS[:-1]]  # where attention's blocks of keys grow
+BORDERS = tuple(sorted({128, 2048, *ZONES, 131_072}))
 NEW = 24  # tokens decoded at a border, half of them before it
 
 
