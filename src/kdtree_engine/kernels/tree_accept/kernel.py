@@ -47,7 +47,6 @@ def accept_kernel(
     path = tl.full([LP], -1, tl.int32)
     taken = 0
     here = tl.min(row, 0)  # row 0; NP once the walk has ended
-    last = here
     stopped = here * 0
     while (here < NP) & (taken < length):
         stopped = 1 - tl.max(tl.where(row == here, good, 0), 0)
@@ -57,9 +56,9 @@ def accept_kernel(
         else:
             path = tl.where(step == taken, here, path)
             taken += 1
-            last = here
             here = follower
-    following = tl.load(picks + base + last)
+    # Accepted rows rise. Carrying the last one through the loop gave the row before it on the GPU.
+    following = tl.load(picks + base + tl.maximum(tl.max(path, 0), 0))
     tl.store(indices + request * length + step, path.to(tl.int64), mask=step < length)
     tl.store(lengths + request, taken.to(tl.int64))
     tl.store(next_tokens + request, following)
