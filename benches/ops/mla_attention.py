@@ -116,7 +116,7 @@ def variants() -> Iterator[Variant]:
             problem, expected = _Problem(rows, context), list[Tensor]()
             columns = rows * HEADS
             small = torch.cuda.get_device_capability() >= (12, 0)
-            chosen = tiling(columns, context // TILE + 3, small)
+            chosen = tiling(columns, small)
             cuts = [chosen] if small else [chosen, *(FEW if columns <= 64 else MANY)]
             for cut in dict.fromkeys(cuts):
                 yield _variant(problem, context, cut, expected)

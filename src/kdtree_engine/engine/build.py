@@ -94,11 +94,6 @@ def build_engine(
     checkpoint = open_model(folder)
     for note in checkpoint.notes:
         log.info("%s: %s", folder.name, note)
-    if device.type == "cuda":
-        log.warning(
-            "on CUDA the exactness contract does not hold yet: products go through cuBLAS, which "
-            "rounds by the number of rows (docs/exactness.md)"
-        )
     known = checkpoint.config.vocab_size
     if tokenizer is not None and tokenizer.vocab_size != known:
         raise TokenizerError(

@@ -14,6 +14,7 @@ from kdtree_engine.errors import CapacityError
 _CPU_CACHE_BYTES = 2 << 30
 _CUDA_CACHE_SHARE = 0.8  # of the memory that is free once the weights are in
 _GIB = 1 << 30
+_INT4_BYTES = 0.5 + 2 / 32  # a weight, and its part of a bf16 scale
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -28,13 +29,19 @@ def free_bytes(device: torch.device) -> int | None:
     return int(available[0]) * 1024 if available else None
 
 
-def parameters(config: ModelConfig) -> int:
-    """Weights of a target, its quantised experts counted one by one."""
+def parameters(config: ModelConfig) -> tuple[int, int]:
+    """Weights of a target: all but its routed experts', and theirs, quantised ones one by one."""
     specs = expected_tensors(config, experts=False).values()
-    total = sum(math.prod(spec.shape) for spec in specs)
     layers = sum(config.is_moe_layer(layer) for layer in range(config.num_layers))
     expert = 3 * config.hidden_size * config.moe_intermediate_size
-    return total + layers * config.num_experts * expert
+    return sum(math.prod(spec.shape) for spec in specs), layers * config.num_experts * expert
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """What the weights take: INT4 experts stay packed on CUDA, and are expanded elsewhere."""
+    dense, experts = parameters(config)
+    packed = device.type == "cuda" and config.quantization == "int4"
+    return dense * dtype.itemsize + int(experts * (_INT4_BYTES if packed else dtype.itemsize))
 
 
 def page_bytes(config: ModelConfig, drafter: DrafterConfig | None, dtype: torch.dtype) -> int:
@@ -47,12 +54,12 @@ def page_bytes(config: ModelConfig, drafter: DrafterConfig | None, dtype: torch.
 
 def check_fits(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Raise CapacityError if the weights alone exceed the memory that is free."""
-    needed, free = parameters(config) * dtype.itemsize, free_bytes(device)
+    needed, free = weight_bytes(config, dtype, device), free_bytes(device)
     if free is not None and needed > free:
         raise CapacityError(
-            f"the weights take {needed / _GIB:,.1f} GiB as {str(dtype).removeprefix('torch.')}, "
-            f"experts unpacked, but {device} has {free / _GIB:,.1f} GiB free; take a machine with "
-            "more memory, or a narrower dtype"
+            f"the weights take {needed / _GIB:,.1f} GiB as {str(dtype).removeprefix('torch.')}"
+            f"{'' if device.type == 'cuda' else ', experts unpacked'}, but {device} has "
+            f"{free / _GIB:,.1f} GiB free; take a machine with more memory, or a narrower dtype"
         )
 
 

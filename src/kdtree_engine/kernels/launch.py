@@ -36,6 +36,12 @@ def _dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@functools.cache
+def small_memory(device: torch.device) -> bool:
+    """Whether a block has SMALLEST_SHARED_MEMORY only, as on sm_120; 227 KB elsewhere."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (12, 0)
+
+
 def launch_options(x: Tensor) -> dict[str, Any]:
     """Keyword arguments of every launch: PDL (the kernel's constexpr) and its launch attribute."""
     on = _dependent_launch(x.device)

@@ -81,7 +81,8 @@ def up_tuning(packed: PackedExperts, slots: int, tokens: int, x: Tensor) -> UpTu
     """
     height = packed.up.tile_rows
     if tokens == 8 and slots < 128 and packed.segments > 1 and not precise(x):
-        return UpTuning(min(height, 32), 0, 4, joint=True)
+        rows, stages = (32, 4) if slots <= 32 else (64, 3)
+        return UpTuning(min(height, rows), 0, stages, joint=True)
     if tokens == 8 and 192 <= slots <= 384:
         return UpTuning(height, max(1, height // 64), 4)
     if tokens == 8:

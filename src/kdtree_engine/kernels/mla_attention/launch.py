@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kdtree_engine.kernels.launch import launch_options, multiprocessors, precise
+from kdtree_engine.kernels.launch import launch_options, multiprocessors, precise, small_memory
 from kdtree_engine.kernels.mla_attention.blocks import Zones, block_of, zones
 from kdtree_engine.kernels.mla_attention.plan import TILE, TablePlan
 from kdtree_engine.types import SpanTable
@@ -43,20 +43,19 @@ class Tiling:
     zones: Zones = ZONES
 
 
-def tiling(columns: int, pages: int, small_memory: bool) -> Tiling:
-    """The tiling for spans of `columns` rows x heads.
+def tiling(columns: int, small_memory: bool) -> Tiling:
+    """The tiling for spans of `columns` rows x heads, from benches/kernels.py on an H200.
 
-    pages: the width of the table, which bounds the context: below 8192 keys there are at most 40
-    blocks, so smaller tiles of columns keep more of the device at work. small_memory: a program has
-    99 KB (sm_120), one tile of K2.6 keys and 16 columns.
+    small_memory: a program has 99 KB (sm_120), one tile of K2.6 keys and 16 columns.
     """
     if small_memory:
         return Tiling(16)
     if columns <= 16:  # narrow slices, many reads in flight: few programs fold
         return Tiling(16, stages=3, fold_width=64, fold_batch=16, fold_heads=2)
-    if columns <= 64 and pages <= 128:
-        return Tiling(16, stages=3)
-    return Tiling(32, stages=3) if columns <= 32 else Tiling(64, apart=True, ahead=True)
+    few = columns <= 128
+    return Tiling(
+        64, apart=True, ahead=True, fold_batch=16 if few else 8, fold_heads=2 if few else 16
+    )
 
 
 def attend(
@@ -85,7 +84,7 @@ def attend(
         assert tree.is_contiguous()
     out = query.new_empty(rows, heads, value_dim)
     query = query.contiguous()
-    cut = cut or tiling(count * heads, plan.spans.pages.shape[1], _small_memory(query))
+    cut = cut or tiling(count * heads, small_memory(query.device))
     for places, first, end in _passes(plan.spans, count, heads * value_dim * 4, cut):
         own = slice(places.start * count + first, (places.stop - 1) * count + end)
         table = SpanTable(
@@ -96,10 +95,6 @@ def attend(
         pass_plan = TablePlan(table, plan.slots[own], own.stop - own.start)
         _launch(query[own], latents, pass_plan, scale, out[own], cut, first)
     return out
-
-
-def _small_memory(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (12, 0)
 
 
 def _most_parts(pages: int, table: Zones) -> int:
