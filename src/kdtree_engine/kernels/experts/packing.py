@@ -130,7 +130,8 @@ def random_packed_experts(
 ) -> PackedExperts:
     """INT4 experts of random words, made where they lie: a layer of K2.6 in milliseconds.
 
-    Scales are uniform in [0, 0.01), so a weight's standard deviation is about 0.027. Widths are
+    Scales are uniform in [-0.01, 0.01), so a weight's standard deviation is about 0.027 and its
+    mean zero: a nibble's is -1/2, which over some layers would make all rows alike. Widths are
     multiples of 128, as filled-up places would not be zero. `generator` is the device's.
     """
     assert hidden % _BLOCK == 0 and inner % _BLOCK == 0, f"{hidden}, {inner}"
@@ -144,7 +145,7 @@ def random_packed_experts(
         scale = torch.empty(
             experts, rows // tile, columns // _GROUP, tile, dtype=torch.bfloat16, device=device
         )
-        return TiledWeight(weight, scale.uniform_(0, 0.01, generator=generator), rows, columns)
+        return TiledWeight(weight, scale.uniform_(-0.01, 0.01, generator=generator), rows, columns)
 
     shared = None
     if shared_inner:
