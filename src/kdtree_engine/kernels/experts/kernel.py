@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 
 from kdtree_engine.kernels.prologue import begin, product
+from kdtree_engine.kernels.swiglu.kernel import silu_times
 
 
 @triton.jit
@@ -81,12 +82,6 @@ def plane(words, scale, J: tl.constexpr, DTYPE: tl.constexpr):
     bits = (q * scale.to(tl.float32)).to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
     return bits.to(tl.float32, bitcast=True).to(DTYPE)
-
-
-@triton.jit
-def silu_times(gate, up):
-    """silu(gate) * up in float32."""
-    return gate / (tl.exp(-gate) + 1.0) * up
 
 
 @triton.jit

@@ -45,11 +45,6 @@ class TiledWeight:
         """N."""
         return self.weight.shape[3]
 
-    @property
-    def step(self) -> int:
-        """Inputs of one block."""
-        return _GROUP if self.scale is None else _BLOCK
-
 
 @dataclass(frozen=True, eq=False)
 class PackedExperts:

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from kdtree_engine.kernels.prologue import begin
+from kdtree_engine.kernels.swiglu.kernel import silu_times
 
 TAKEN = tl.constexpr(-(2**31))  # below every value: chosen already, or padding
 LOWEST = tl.constexpr(-2139095041)  # -inf
@@ -132,7 +133,7 @@ def swiglu_shared(
         line = parts + (segment * rows + row).to(tl.int64) * columns + EXPERTS + column
         gate += tl.load(line, mask=inside, other=0.0)
         up += tl.load(line + INNER, mask=inside, other=0.0)
-    value = gate / (tl.exp(-gate) + 1.0) * up
+    value = silu_times(gate, up)
     to = shared + row.to(tl.int64) * INNER + column
     tl.store(to, value.to(shared.dtype.element_ty), mask=inside)
 

@@ -140,7 +140,7 @@ def merge_kernel(
     runs,
     chunks,
     K,
-    MOST: tl.constexpr,  # a power of two from K on
+    MOST: tl.constexpr,  # a power of two from 2 K on
     RUNS: tl.constexpr,  # powers of two from runs and chunks on
     CHUNKS: tl.constexpr,
     SUB: tl.constexpr,
