@@ -15,7 +15,7 @@ from kdtree_engine.kernels.prologue import begin
 
 @triton.jit
 def _cache(bases, ALIGNED: tl.constexpr):
-    """This program's layer. Loaded early: it depends on nothing."""
+    """This program's layer."""
     base = tl.load(bases + tl.program_id(0))
     if ALIGNED:
         base = tl.multiple_of(base, 16)

@@ -14,7 +14,7 @@ from kdtree_engine.kernels.int4 import Int4Tensor
 
 UP_ROWS = 128
 DOWN_ROWS = 128
-"""Weight rows of a tile, up (gates and ups together) and down: 64 for each warp."""
+"""Weight rows of a stored tile, up (gates and ups together) and down; a program may take fewer."""
 
 PAIR = 8
 """Gates that stand together in an up tile, before as many ups."""

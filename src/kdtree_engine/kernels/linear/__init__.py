@@ -56,6 +56,8 @@ def product(x: Tensor, weight: DenseWeight) -> Tensor:
         return reference.linear(x, weight)
     assert x.ndim == 2 and x.shape[1] == weight.depth, f"{list(x.shape)} times {weight.depth}"
     assert x.dtype == weight.tiles.dtype, f"{x.dtype} rows, {weight.tiles.dtype} weights"
+    # With gradients on, operators without a weight would take references, whose bits are others.
+    assert not (x.is_cuda and torch.is_grad_enabled()), "kernels need torch.inference_mode()"
     return _launch_parts(x, weight, choose_tiles(x.shape[0], weight))
 
 
