@@ -14,8 +14,8 @@ from kdtree_engine.kernels.mla_attention.plan import TILE, TablePlan
 from kdtree_engine.types import SpanTable
 
 ZONES = zones()
-# Partial values of a pass: more rows go in several. A tree is never cut, nor fewer than 64 rows of a
-# run, so 64 heads and the widest table (262,144 positions) still take 2.7 GB.
+# Partial values of a pass: more rows go in several. A tree is never cut, nor fewer than 64 rows of
+# a run, so 64 heads and the widest table (262,144 positions) still take 2.7 GB.
 _MOST_BYTES = 1 << 29
 _OWN_KEYS = 2 * TILE  # a tree row's: 63 committed keys and 64 ancestors at most
 
