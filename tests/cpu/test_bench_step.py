@@ -17,6 +17,7 @@ from interpreter import allow_device_loops
 
 from kdtree_engine import cli
 from kdtree_engine.cache import CacheLayout
+from kdtree_engine.engine import memory
 from kdtree_engine.engine.measure import free, gate, products, step, table, timing, warm, weights
 from kdtree_engine.engine.measure.decoding import (
     HORIZON,
@@ -530,3 +531,15 @@ def test_wrong_arguments_end_in_one_line(
     given = [] if "--shape" in arguments else ["--shape", "tiny"]
     assert cli.run(["bench", "step", *given, *arguments]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_large_shape_needs_a_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once and in one line; and what memory cannot hold is refused before it is made."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.run(["bench", "step", "--shape", "kimi-k2.6"]) == 2
+    assert capsys.readouterr().err.startswith("kdtree: --shape kimi-k2.6 needs a CUDA GPU")
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    assert cli.run(["bench", "step", "--shape", "tiny", "--contexts", "0"]) == 1
+    assert "the weights take" in capsys.readouterr().err

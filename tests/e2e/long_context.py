@@ -14,12 +14,13 @@ the prefix cache. Three ladders, each an engine of its own with other pieces of 
   request being as long as the one but last border.
 
 Compared are the tokens, and every bit of the logits behind them. After each request the memory that
-is allocated must be what it was after the first. Ends with 1 if anything is amiss.
+is allocated must be no more than it was after the first. Ends with 1 if anything is amiss.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import sys
@@ -155,9 +156,13 @@ def climb(engine: Engine, rungs: Sequence[Rung], known: Climbed | None = None) -
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes of tensors on a GPU; 0 on a CPU, which does not count them."""
+    """Bytes of tensors on a GPU; 0 on a CPU, which does not count them.
+
+    An engine and its runner know each other: one that was dropped goes with the next collection.
+    """
     if device.type != "cuda":
         return 0
+    gc.collect()
     torch.cuda.synchronize(device)
     return torch.cuda.memory_allocated(device)
 
@@ -193,9 +198,11 @@ def faults(name: str, found: Climbed) -> list[str]:
     for rung in found.rungs:
         if rung["error"] or rung["tokens"] != NEW:
             wrong.append(f"{name}: {rung['tokens']} tokens at {rung['border']}: {rung['error']}")
-    if len({rung["allocated"] for rung in found.rungs}) > 1:
-        grown = [rung["allocated"] for rung in found.rungs]
-        wrong.append(f"{name}: memory allocated after each rung {grown}")
+    held = [rung["allocated"] for rung in found.rungs]
+    if max(held, default=0) > min(held[:1], default=0):
+        wrong.append(f"{name}: memory grew, allocated after each rung {held}")
+    elif len({*held}) > 1:
+        print(f"{name}: memory fell, allocated after each rung {held}", flush=True)
     return wrong
 
 

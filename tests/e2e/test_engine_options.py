@@ -366,3 +366,14 @@ def weights_of(target: Kimi) -> list[torch.Tensor]:
 def test_tree_nodes_of_thousands_of_digits(folder: Path) -> None:
     for value in ("9" * 5000, "chain:" + "9" * 5000):
         refused(OptionError, "from 0 to 63", lambda v=value: LLM(folder, tree_nodes=v))
+
+
+def test_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert build.resolve_device("auto").type == build.resolve_device("cuda:0").type == "cuda"
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    for device in ("auto", "cuda", "cuda:0"):
+        with pytest.raises(OptionError, match="pip install triton"):
+            build.resolve_device(device)
+    assert build.resolve_device("cpu").type == "cpu"

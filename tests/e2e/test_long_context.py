@@ -38,6 +38,10 @@ def test_faults_are_found() -> None:
     assert long_context.differences("x", good, good) == long_context.faults("x", good) == []
     assert len(long_context.differences("x", bad, good)) == 2
     assert "rows [3]" in long_context.differences("x", bad, good)[1]
-    assert "memory" in long_context.faults("x", bad)[0]
+    assert "memory grew" in long_context.faults("x", bad)[0]
+    fallen = long_context.Climbed([], {}, {}, [rung, {**rung, "allocated": 4}])
+    assert long_context.faults("x", fallen) == [], "memory of something earlier, collected late"
+    back = [rung, {**rung, "allocated": 4}, {**rung, "allocated": 6}]
+    assert long_context.faults("x", long_context.Climbed([], {}, {}, back))
     early = long_context.Climbed([], {}, {}, [{**rung, "tokens": 3, "error": "it broke"}])
     assert "it broke" in long_context.faults("x", early)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import importlib.util
 import logging
 import re
 from os import PathLike
@@ -43,7 +44,7 @@ def resolve_device(device: str) -> torch.device:
     if not isinstance(device, str):
         raise OptionError(f"device {device!r} must be a text: auto, cpu, cuda or cuda:N")
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return _with_kernels(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if not re.fullmatch("cpu|cuda(:[0-9]+)?", device):
         raise OptionError(f"device {device!r} is not one of auto, cpu, cuda, cuda:N")
     place = torch.device(device)
@@ -55,6 +56,16 @@ def resolve_device(device: str) -> torch.device:
         raise OptionError(
             f"device {device!r} was asked for, but torch sees {torch.cuda.device_count()} CUDA "
             "GPUs, counted from 0"
+        )
+    return _with_kernels(place)
+
+
+def _with_kernels(place: torch.device) -> torch.device:
+    """The same. OptionError for a GPU whose kernels nothing here could compile."""
+    if place.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise OptionError(
+            f"device {str(place)!r} needs triton, which compiles the kernels and is not installed: "
+            "pip install triton, or use --device cpu"
         )
     return place
 

@@ -11,6 +11,7 @@ import torch
 from kdtree_engine.cache import CacheLayout, CachePool, pages_for
 from kdtree_engine.config import MAX_ROWS_PER_REQUEST, ModelConfig
 from kdtree_engine.drafter.dflash_model import DFlashModel
+from kdtree_engine.engine.build import resolve_device
 from kdtree_engine.engine.measure import gate
 from kdtree_engine.engine.measure.decoding import (
     Decoding,
@@ -51,12 +52,13 @@ from kdtree_engine.engine.measure.timing import (
 )
 from kdtree_engine.engine.measure.warm import warm
 from kdtree_engine.engine.measure.weights import APART, random_drafter, random_target
-from kdtree_engine.engine.memory import free_bytes, page_bytes
+from kdtree_engine.engine.memory import check_fits, free_bytes, page_bytes
 from kdtree_engine.errors import OptionError
 from kdtree_engine.model import Kimi
 
 Say = Callable[[str], None]
 
+LARGE = "kimi-k2.6"  # too large a shape for a CPU
 _SPARE_BYTES = 8 << 30  # for activations, graphs and the allocator
 _FREE_BYTES = 12 << 30  # for weights as cuBLAS reads them
 
@@ -83,9 +85,12 @@ class Options:
 def run(options: Options, say: Say, write: Say) -> list[Measurement]:
     """Check, build, measure. `say` gets lines for the reader, `write` JSON lines."""
     config, counts, contexts = plan(options)
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
+    device = resolve_device("auto")
+    cuda = device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
+    if not cuda and options.shape == LARGE:
+        raise OptionError(f"--shape {LARGE} needs a CUDA GPU, and torch sees none: try tiny")
+    check_fits(config, dtype, device)
     with torch.inference_mode():
         machine = measure_machine(device)
         check_machine(machine)
