@@ -16,6 +16,7 @@ from e2e.helpers import finish, greedy, load, plain, prompt, run, sampled
 from e2e.pretend import Pretend
 from kdtree_engine import LLM
 from kdtree_engine.drafter.base import DraftStates
+from kdtree_engine.engine import graphs
 from kdtree_engine.types import DraftBlocks
 
 
@@ -161,3 +162,34 @@ def test_the_cache_of_a_dropped_step_is_found_by_nobody(folder: Path) -> None:
     later = run(llm, follow, greedy(20))
     assert later.stats.cached_tokens == (len(ids) + len(out.token_ids) - 1) // 64 * 64 > 0
     assert later.token_ids == plain(folder, follow, greedy(20))
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_an_interrupted_step_ends_what_was_running(
+    folder: Path, lookahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its result is lost: another caller's stream ends with an error, not with a gap, and the
+    engine serves the next request.
+    """
+    ids = prompt(70)
+    llm = load(folder, folder / "drafter", max_requests=2)
+    llm.engine.lookahead = lookahead
+    stream = llm.stream(ids, greedy(40))
+    got = [token for _ in range(3) for token in next(stream).token_ids]
+    with monkeypatch.context() as patch:
+
+        def interrupted(*given: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(graphs, "unpack", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompt(20, 3), greedy(5))
+    events = list(stream)
+    got += [token for event in events for token in event.token_ids]
+    output = events[-1].output
+    assert output is not None and output.finish_reason == "error"
+    assert "interrupted" in str(output.error)
+    assert output.token_ids == got == plain(folder, ids, greedy(40))[: len(got)]
+    assert llm.engine.runner.in_flight == 0 and not llm.engine.has_work
+    llm.engine.check_integrity()
+    assert run(llm, ids, greedy(40)).token_ids == plain(folder, ids, greedy(40))

@@ -156,6 +156,10 @@ class Runner:
         records = unpack(record[: len(flight.requests)], flight.rows)
         return Landing(flight.requests, records, flight.rows, flight.logits, seconds)
 
+    def drop(self) -> None:
+        """Forget the steps under way. The device still does them, before whatever comes next."""
+        self._flights.clear()
+
     def _replay(self, key: _Key, places: Tensor, blocks: DraftBlocks | None) -> StepOutput:
         if key not in self._graphs:
             with progress("capturing a graph", 1, shown=True) as meter:

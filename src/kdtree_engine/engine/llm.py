@@ -116,14 +116,16 @@ class LLM:
         [request] = self._queue([prompt], [params or SamplingParams()])
         text = None if self.tokenizer is None else self.tokenizer.stream()
         inbox = self._inboxes[request.id] = deque()
+        last = False
         try:
-            while inbox or request.finish_reason is None:
-                if inbox:
-                    result = inbox.popleft()
-                    last = request.finish_reason is not None and not inbox
-                    yield self._event(request, result, text, last)
-                else:
+            while not last:
+                if not inbox and request.finish_reason is None:
                     self._step()
+                    continue
+                # Another caller's interrupted step may have ended it without a result.
+                result = inbox.popleft() if inbox else StepResult(request, [])
+                last = request.finish_reason is not None and not inbox
+                yield self._event(request, result, text, last)
         finally:
             del self._inboxes[request.id]
             self.engine.cancel(request)

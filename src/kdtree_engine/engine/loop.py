@@ -40,8 +40,8 @@ WATCHED_STEPS = 64
 class Engine:
     """One target, one drafter, one cache, and the requests on them.
 
-    After an exception out of `step` the engine's requests are undefined; user errors are raised by
-    `add`, before anything has changed.
+    An exception out of `step` ends the requests that were running with an error; those that wait go
+    on. User errors are raised by `add`, before anything has changed.
     """
 
     def __init__(
@@ -114,8 +114,12 @@ class Engine:
         On CUDA a decode step is launched before the one before it is read, unless the drafter works
         on the host; so what it did is among the results of the next call.
         """
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            return self._step()
+        try:
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+                return self._step()
+        except BaseException:
+            self._abandon()
+            raise
 
     def _step(self) -> list[StepResult]:
         running = self.scheduler.schedule()
@@ -133,6 +137,16 @@ class Engine:
             ):
                 self.cancel(request)
         return results
+
+    def _abandon(self) -> None:
+        """What a step did is lost, so nobody knows where the device stands: no request that it may
+        have moved can go on.
+        """
+        self.runner.drop()
+        for request in list(self.scheduler.running):
+            if request.finish_reason is None:
+                request.fail("the step that it was in was interrupted")
+            self.cancel(request)
 
     @property
     def _ahead(self) -> bool:
