@@ -193,3 +193,30 @@ def test_an_interrupted_step_ends_what_was_running(
     assert llm.engine.runner.in_flight == 0 and not llm.engine.has_work
     llm.engine.check_integrity()
     assert run(llm, ids, greedy(40)).token_ids == plain(folder, ids, greedy(40))
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "dflash"])
+def test_graphs_are_captured_before_the_first_token(
+    drafter: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream does not stop for a capture, or meet a progress bar, between two of its words."""
+    chosen = folder / "drafter" if drafter == "dflash" else drafter
+    engine = ahead(folder, chosen, tree_nodes=7).engine
+    engine.runner = Pretend(engine, 5, eager=False)
+    engine.runner.captures = True
+    captured: list[object] = []
+    original = Pretend._capture
+
+    def counted(self: Pretend, key: object, like: DraftBlocks | None) -> object:
+        captured.append(key)
+        return original(self, key, like)
+
+    monkeypatch.setattr(Pretend, "_capture", counted)
+    request = engine.add(prompt(70, 3), greedy(24))
+    while not request.output_ids:
+        engine.step()
+    before = list(captured)
+    assert before
+    while request.finish_reason is None:
+        engine.step()
+    assert captured == before and len(request.output_ids) == 24

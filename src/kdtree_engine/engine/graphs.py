@@ -120,6 +120,14 @@ class Runner:
         """
         return self._graphs[(*self.bucket(requests, rows), given)].graph
 
+    def prepare(self, requests: int, rows: int, blocks: DraftBlocks | None) -> None:
+        """Capture the graph of such a step now, if there is none yet. blocks: as in `launch`.
+
+        Whoever streams text does not want to wait, or to see a progress bar, inside a sentence.
+        """
+        if self.captures:
+            self._graph_of((*self.bucket(requests, rows), blocks is not None), blocks)
+
     def launch(self, requests: Sequence[Request], rows: int, blocks: DraftBlocks | None) -> None:
         """Start a step of `rows` rows a request. blocks: on the host, of `bucket` places."""
         assert self.in_flight < MOST_FLIGHTS
@@ -161,17 +169,20 @@ class Runner:
         self._flights.clear()
 
     def _replay(self, key: _Key, places: Tensor, blocks: DraftBlocks | None) -> StepOutput:
-        if key not in self._graphs:
-            with progress("capturing a graph", 1, shown=True) as meter:
-                self._graphs[key] = self._capture(key, blocks)
-                meter.advance(1)
-        captured = self._graphs[key]
+        captured = self._graph_of(key, blocks)
         captured.places.copy_(places)
         if blocks is not None and captured.blocks is not None:
             captured.blocks.tokens.copy_(upload(blocks.tokens, self._parts.device))
             captured.blocks.log_probs.copy_(upload(blocks.log_probs, self._parts.device))
         captured.graph.replay()
         return captured.out
+
+    def _graph_of(self, key: _Key, like: DraftBlocks | None) -> _Captured:
+        if key not in self._graphs:
+            with progress("capturing a graph", 1) as meter:
+                self._graphs[key] = self._capture(key, like)
+                meter.advance(1)
+        return self._graphs[key]
 
     def _capture(self, key: _Key, like: DraftBlocks | None) -> _Captured:
         """Warm up, then capture, both on the dummy place alone.

@@ -128,6 +128,7 @@ class Engine:
         results: list[StepResult] = []
         while self.runner.in_flight > (launched and self._ahead):
             results += self._land()
+        self._prepare(len(running) - len(prompts), prompts)
         results += [prefill(self, one, self.scheduler.chunk(one)) for one in prompts]
         for result in results:
             request = result.request
@@ -157,6 +158,31 @@ class Engine:
     def _drafts(self) -> bool:
         return self.policy.nodes > 0 and self.drafter.horizon > 0
 
+    def _prepare(self, decoding: int, prompts: list[Request]) -> None:
+        """Capture what requests will decode with before their first tokens are out."""
+        ending = [
+            one
+            for one in prompts
+            if one.remaining > 1 and one.context + self.scheduler.chunk(one) == one.prompt_tokens
+        ]
+        if not ending or not self.runner.captures:
+            return
+        count = decoding + len(ending)
+        if self._drafts and self.drafter.on_device:
+            self.runner.prepare(count, self._device_rows(self.drafter.horizon), None)
+            return
+        self.runner.prepare(count, 1, None)
+        if self._drafts:
+            nodes = self.policy.nodes
+            places, _ = self.runner.bucket(count, nodes + 1)
+            blocks = stack_blocks([], places, self.drafter.horizon, nodes)
+            self.runner.prepare(count, nodes + 1, blocks)
+
+    def _device_rows(self, reach: int) -> int:
+        """Rows of a tree whose drafter works on the device and proposes `reach` depths."""
+        vocab = self.target.config.vocab_size
+        return 1 + self.policy.size([min(self.policy.nodes, vocab)] * reach)
+
     def _launch(self, decoding: list[Request]) -> bool:
         """Start a decode step of those that may have a token left to emit; whether there is one."""
         due = [one for one in decoding if one.remaining > self.runner.flights_of(one)]
@@ -168,8 +194,7 @@ class Engine:
             reach = self.drafter.horizon  # one graph will do: the device knows each one's limit
         if self._drafts and reach > 0:
             if self.drafter.on_device:
-                vocab = self.target.config.vocab_size
-                rows += self.policy.size([min(self.policy.nodes, vocab)] * reach)
+                rows = self._device_rows(reach)
             else:
                 blocks, rows = self._host_blocks(self.drafter, due)
         self.runner.launch(due, rows, blocks)
