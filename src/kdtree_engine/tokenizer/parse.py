@@ -122,9 +122,9 @@ _AS_TEXT = {
 class ChatParser:
     """Reads one answer piece by piece; however it is cut, the joined events are the same.
 
-    reasoning: whether the prompt already opened the reasoning (`starts_in_reasoning`). first_call: how
-    many tool calls the dialogue had before, which continues their numbers. tool_names: the declared
-    tools, for a model that leaves the name out. Time is linear in the text.
+    reasoning: whether the prompt already opened the reasoning (`starts_in_reasoning`). first_call:
+    how many tool calls the dialogue had before, which continues their numbers. tool_names: the
+    declared tools, for a model that leaves the name out. Time is linear in the text.
     """
 
     def __init__(
