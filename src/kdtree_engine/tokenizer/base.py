@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
@@ -129,3 +131,16 @@ def joined(parts: Iterable[Part]) -> Iterator[Part]:
             yield from ((text, True) for text in texts)
         elif text := "".join(texts):
             yield text, False
+
+
+def split_names(text: str, names: Collection[str]) -> list[Part]:
+    """Text cut at the names of special tokens; of two that begin at one place, at the longer."""
+    if not names:
+        return [(text, False)] if text else []
+    pieces = _pattern(tuple(names)).split(text)
+    return [(piece, index % 2 == 1) for index, piece in enumerate(pieces) if piece]
+
+
+@lru_cache(maxsize=8)
+def _pattern(names: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")")

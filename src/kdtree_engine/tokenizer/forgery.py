@@ -15,13 +15,11 @@ dialogue is refused.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from kdtree_engine.errors import TokenizerError
-from kdtree_engine.tokenizer.base import Part
+from kdtree_engine.tokenizer.base import Part, split_names
 from kdtree_engine.tokenizer.messages import (
     Message,
     Tool,
@@ -53,23 +51,22 @@ def template_parts(
     """
     dialogue = [_prepared(index, message) for index, message in enumerate(messages)]
     listed = plain_tools(tools) if tools else None
-    pattern = _pattern(tuple(names))
     texts = list(_strings([dialogue, listed]))
     _refuse_bare(names, texts)
     marks = _marks(names, template.source, texts)
     text = template.render({"messages": dialogue, "tools": listed, **switches})
     if not marks:
-        return _parts(text, pattern)
+        return split_names(text, names)
     table = str.maketrans(marks)
     back = str.maketrans({mark: char for char, mark in marks.items()})
     hidden = {"messages": _marked(dialogue, table), "tools": _marked(listed, table)}
     for message, original in zip(hidden["messages"], dialogue, strict=True):
         message["role"] = original["role"]
-    parts = _parts(template.render({**hidden, **switches}), pattern)
+    parts = split_names(template.render({**hidden, **switches}), names)
     parts = [(piece if special else piece.translate(back), special) for piece, special in parts]
     if "".join(piece for piece, _ in parts) == text:
         return parts
-    visible = _parts(text, pattern)
+    visible = split_names(text, names)
     own = [piece for piece, special in parts if special]
     found = [piece for piece, special in visible if special]
     if own != found:
@@ -103,18 +100,6 @@ def _prepared(index: int, message: Message) -> dict[str, Any]:
                 raise TokenizerError(f"{key!r} in message {index} must be text")
             prepared[key] = message[key]
     return prepared
-
-
-@lru_cache(maxsize=8)
-def _pattern(names: tuple[str, ...]) -> re.Pattern[str] | None:
-    """Any special token's name; of two that begin at one place, the longer."""
-    longest_first = sorted(names, key=len, reverse=True)
-    return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if names else None
-
-
-def _parts(text: str, pattern: re.Pattern[str] | None) -> list[Part]:
-    pieces = [text] if pattern is None else pattern.split(text)
-    return [(piece, index % 2 == 1) for index, piece in enumerate(pieces) if piece]
 
 
 def _strings(value: Any) -> Iterator[str]:

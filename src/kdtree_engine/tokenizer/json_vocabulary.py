@@ -14,7 +14,7 @@ from typing import Any
 import tokenizers
 
 from kdtree_engine.errors import TokenizerError
-from kdtree_engine.tokenizer.base import JSON_FILE, Tokenizer
+from kdtree_engine.tokenizer.base import JSON_FILE, Tokenizer, split_names
 from kdtree_engine.tokenizer.vocabulary import read_file
 
 
@@ -33,10 +33,12 @@ class JsonTokenizer(Tokenizer):
         blank = [entry for entry in added if not entry["content"].strip()]
         self.special_ids = {e["content"]: e["id"] for e in added if e["content"].strip()}
         self.hidden_ids = frozenset(entry["id"] for entry in added if entry.get("special"))
-        # The library always recognises added tokens in text; a twin without them does not.
-        self._marked = _load({**data, "added_tokens": added})
-        self._plain = _load({**data, "added_tokens": blank})
-        self._bytes = _token_bytes(self._marked.get_vocab(with_added_tokens=False))
+        # The library always recognises added tokens in text, and numbers them without gaps
+        # whatever the file says. So it gets only the blank ones, and their ids are put right.
+        self._library = _load({**data, "added_tokens": blank})
+        own = self._library.get_vocab(with_added_tokens=False)
+        self._renumber = _renumber(blank, self._library, own)
+        self._bytes = _token_bytes(own)
         self._bytes.update({entry["id"]: entry["content"].encode() for entry in added})
         self._reserved = frozenset(self.special_ids.values())
         self.vocab_size = max(self._bytes, default=-1) + 1
@@ -55,17 +57,20 @@ class JsonTokenizer(Tokenizer):
             raise TokenizerError(f"{file}: {error}") from error
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """As in the base. Surrogates without a partner become U+FFFD."""
+        """As in the base. Surrogates without a partner become U+FFFD.
+
+        Special tokens do not swallow the blanks around them, whatever the file says.
+        """
         if special:
-            return _ids(self._marked, text)
-        ids = _ids(self._plain, text)
+            return self.encode_parts(split_names(text, self.special_ids))
+        ids = self._ids(text)
         if self._reserved.isdisjoint(ids):
             return ids
         # Some vocabularies take a whole word that is in their table: cut such names in two.
         broken = text
         for name in self.special_ids:
             broken = broken.replace(name, f"{name[:1]}\0{name[1:]}")
-        ids = [token for piece in broken.split("\0") for token in _ids(self._plain, piece)]
+        ids = [token for piece in broken.split("\0") for token in self._ids(piece)]
         if "\0" in text or not self._reserved.isdisjoint(ids):
             raise TokenizerError("the text cannot be encoded without special tokens; remove them")
         return ids
@@ -80,13 +85,28 @@ class JsonTokenizer(Tokenizer):
         """Models have more rows than names: the rest fills the table up to a round number."""
         return self.vocab_size <= vocab_size
 
+    def _ids(self, text: str) -> list[int]:
+        try:
+            ids = self._library.encode(text, add_special_tokens=False).ids
+        except (UnicodeEncodeError, TypeError):
+            whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            ids = self._library.encode(whole, add_special_tokens=False).ids
+        return [self._renumber.get(token, token) for token in ids]
 
-def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
-    try:
-        return list(tokenizer.encode(text, add_special_tokens=False).ids)
-    except (UnicodeEncodeError, TypeError):
-        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return list(tokenizer.encode(whole, add_special_tokens=False).ids)
+
+def _renumber(
+    blank: list[dict[str, Any]], library: tokenizers.Tokenizer, own: Mapping[str, int]
+) -> dict[int, int]:
+    """The library's ids of added tokens -> the file's, where they differ."""
+    ids = set(own.values())
+    changed: dict[int, int] = {}
+    for entry in blank:
+        given = library.token_to_id(entry["content"])
+        if given is not None and given != entry["id"]:
+            if given in ids:
+                raise TokenizerError(f"the added token with id {entry['id']} cannot be placed")
+            changed[given] = entry["id"]
+    return changed
 
 
 def _load(data: Mapping[str, Any]) -> tokenizers.Tokenizer:

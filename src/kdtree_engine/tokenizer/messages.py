@@ -13,6 +13,7 @@ Tool = Mapping[str, Any]
 
 # JSON inside JSON: far more than tools in use, far less than Python's stack.
 MAX_DEPTH = 100
+MAX_BITS = 10_000  # Python refuses to print numbers of over 4,300 digits
 IMAGE_KEYS = ("image", "image_url")
 REASONING_KEYS = ("reasoning_content", "reasoning")
 
@@ -158,6 +159,8 @@ def plain(value: Any, what: str, sort: bool = False, depth: int = 0) -> Any:
     """
     if depth > MAX_DEPTH:
         raise TokenizerError(f"{what} are nested more than {MAX_DEPTH} deep")
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise TokenizerError(f"{what} hold a number of more than {MAX_BITS} bits")
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):

@@ -40,10 +40,10 @@ from jinja2.visitor import NodeTransformer
 
 from kdtree_engine.errors import TokenizerError
 
-MAX_ROUNDS = 1_000_000  # of loops and macros
+MAX_ROUNDS = 500_000  # of loops and macros
 MAX_TEXT = 8_000_000  # characters of one text, items of one list
 MAX_EMITTED = 32_000_000  # characters in all, captured ones too
-MAX_WEIGHT = 2_000_000  # values inside one container, each as often as it is reached
+MAX_WEIGHT = 500_000  # values inside one container, each as often as it is reached
 MAX_SECONDS = 10.0
 MAX_NUMBER = 2**128
 
@@ -59,6 +59,7 @@ TEXT_METHODS = (
     *("removesuffix", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "split", "splitlines"),
     *("startswith", "strip", "swapcase", "title", "upper"),
 )
+JINJA_KEYWORDS = ("_loop_vars", "_block_vars")  # jinja2's own, for what takes a context
 _TIME_FORMAT = re.compile(r"(?:%-?[a-zA-Z%]|[^%])*")
 
 
@@ -129,7 +130,7 @@ def emit(value: Any) -> Any:
     return text
 
 
-def concat(*values: Any) -> str:
+def join_texts(*values: Any) -> str:
     """The operator ~."""
     texts = [text_of(value) for value in values]
     fits(sum(map(len, texts)))
@@ -177,7 +178,8 @@ def tojson(
 
 def raise_exception(message: Any) -> None:
     """How a template refuses a dialogue."""
-    raise TokenizerError(f"the chat template refuses this dialogue: {text_of(message):.500}")
+    reason = " ".join(text_of(message).split())
+    raise TokenizerError(f"the chat template refuses this dialogue: {reason:.500}")
 
 
 def strftime_now(form: str) -> str:
@@ -245,7 +247,7 @@ class Planter(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _call("concat", node.nodes)
+        return _call("join_texts", node.nodes)
 
     def visit_List(self, node: nodes.List) -> nodes.Node:
         self.generic_visit(node)
@@ -279,7 +281,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     """The environment that chat templates are compiled in and run by."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
-    concat = staticmethod(concat)
+    join_texts = staticmethod(join_texts)
     sized = staticmethod(sized)
 
     def __init__(self) -> None:
@@ -337,12 +339,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(owner, str):
             spend()
             name = __obj.__name__
+            kwargs = {key: kwargs[key] for key in kwargs if key not in JINJA_KEYWORDS}
             if name == "replace":
                 return replace(owner, *args, **kwargs)
             if name == "join":
                 return join(args[0] if args else (), owner)
             if name not in TEXT_METHODS:
                 raise TokenizerError(f"the chat template calls {name!r} of a text: not supported")
+            return __obj(*args, **kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
 
