@@ -41,8 +41,7 @@ class ChatOptions(SamplingOptions, EngineOptions):
 def chat(model: str | None = None, /, *, options: ChatOptions | None = None) -> None:
     """Talk with a model. Ctrl-C stops an answer; what it said so far stays in the conversation.
 
-    Through pipes every line of stdin is a question and answers go to stdout; reasoning and
-    statistics go to stderr.
+    Through pipes a line of stdin is a question; answers go to stdout, the rest to stderr.
 
     Parameters
     ----------
