@@ -214,8 +214,10 @@ def test_calls_follow_each_other_without_an_end() -> None:
 def test_text_in_and_after_a_section_is_content() -> None:
     first, second = (f"{HEAD}{NO_CALL}" for _ in range(2))
     text = f"r{NO_THINK}a {SECTION}\n one two\n{first}\nthree{second}{NO_SECTION}\n end.\n"
-    assert parse(text).content == "a one twothreeend."
-    assert len(parse(text).calls) == 2
+    for pieces in (text, list(text)):
+        answer = parse(pieces)
+        assert answer.content == "a one twothreeend."
+        assert len(answer.calls) == 2
 
 
 def test_a_section_inside_reasoning_ends_it() -> None:
@@ -397,6 +399,17 @@ def test_time_is_linear(opening: str) -> None:
             quick = min(seconds(short, piece) for _ in range(2))
             # Three times the linear share, and 20 ms for what a busy machine does in between.
             assert seconds(long, piece) < 3 * FACTOR * quick + 0.02, (unit, piece)
+
+
+def test_ids_made_to_collide_take_linear_time() -> None:
+    """Half of the calls take the numbers that the other half would get."""
+
+    def text(n: int) -> str:
+        return "".join(call(f"functions.f:{i}") for i in range(n, 2 * n)) + call("f") * n
+
+    assert len(parse(text(2000)).calls) == 4000
+    quick = min(seconds(text(1000), 1 << 30) for _ in range(2))
+    assert seconds(text(1000 * FACTOR), 1 << 30) < 3 * FACTOR * quick + 0.02
 
 
 def test_megabytes_of_every_prefix_take_seconds() -> None:

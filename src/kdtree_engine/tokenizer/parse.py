@@ -229,7 +229,8 @@ class _Scanner:
     """Cuts text into runs and markers, and holds back a tail that may become a marker."""
 
     def __init__(self, markers: Collection[str]) -> None:
-        assert all(marker.startswith("<") and len(marker) > 1 for marker in markers)
+        # One "<" each: the search goes on behind it, inside a marker or not.
+        assert all(marker.rfind("<") == 0 and len(marker) > 1 for marker in markers)
         self._markers = tuple(markers)
         self._prefixes = {marker[:n] for marker in markers for n in range(1, len(marker))}
         assert not self._prefixes & set(markers), "a marker begins another"
@@ -251,7 +252,7 @@ class _Scanner:
             elif len(text) - at <= self._longest and text[at:] in self._prefixes:
                 self._held = text[at:]
                 break
-            at = text.find("<", max(at + 1, start))
+            at = text.find("<", at + 1)
         end = len(text) - len(self._held)
         if end > start:
             yield text[start:end], False
