@@ -23,7 +23,15 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    ItemsView,
+    Iterable,
+    Iterator,
+    KeysView,
+    Mapping,
+    ValuesView,
+)
 from contextvars import ContextVar
 from datetime import datetime
 from functools import wraps
@@ -45,7 +53,7 @@ MAX_TEXT = 8_000_000  # characters of one text, items of one list
 MAX_EMITTED = 32_000_000  # characters in all, captured ones too
 MAX_WEIGHT = 500_000  # values inside one container, each as often as it is reached
 MAX_SECONDS = 10.0
-MAX_NUMBER = 2**128
+MAX_BITS = 128  # of whole numbers in arithmetic
 
 TEXT_FILTERS = ("capitalize", "e", "escape", "float", "int", "lower", "safe", "string", "title")
 LIST_FILTERS = (
@@ -109,8 +117,10 @@ def sized(value: Any) -> Any:
         if isinstance(item, Mapping):
             stack += item.keys()
             stack += item.values()
-        elif isinstance(item, list | tuple | set | frozenset):
+        elif isinstance(item, list | tuple | set | frozenset | KeysView | ValuesView | ItemsView):
             stack += item
+        elif isinstance(item, Namespace):  # could hold itself, or one thing many times over
+            raise TokenizerError("the chat template prints a namespace: not supported")
         elif isinstance(item, str):
             weight += len(item) // 16
         if weight + len(stack) > MAX_WEIGHT:
@@ -210,6 +220,8 @@ def _charged(function: Callable[..., Any], is_text: bool) -> Callable[..., Any]:
             sized(value)
         spend(1 + (len(value) if isinstance(value, list | tuple | range | Mapping) else 0))
         result = function(*args, **kwargs)
+        if isinstance(result, str):
+            fits(len(result))
         return _counted(result) if isinstance(result, GeneratorType) else result
 
     return charged
@@ -280,7 +292,7 @@ def _tick_statement(node: nodes.Node) -> nodes.ExprStmt:
 class Sandbox(ImmutableSandboxedEnvironment):
     """The environment that chat templates are compiled in and run by."""
 
-    intercepted_binops = frozenset(["+", "*", "**", "%"])
+    intercepted_binops = frozenset(["+", "-", "*", "/", "//", "**", "%"])
     join_texts = staticmethod(join_texts)
     sized = staticmethod(sized)
 
@@ -320,6 +332,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """The operators that can make much out of little."""
         if operator == "**" or (operator == "%" and isinstance(left, str | bytes)):
             raise TokenizerError(f"the chat template uses {operator!r}, which is not supported")
+        for one in (left, right):
+            if isinstance(one, int) and one.bit_length() > MAX_BITS:
+                raise TokenizerError("the chat template computes with numbers too large")
         if operator == "*":
             _check_product(left, right)
         if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
@@ -346,7 +361,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 return join(args[0] if args else (), owner)
             if name not in TEXT_METHODS:
                 raise TokenizerError(f"the chat template calls {name!r} of a text: not supported")
-            return __obj(*args, **kwargs)
+            result = __obj(*args, **kwargs)
+            if isinstance(result, str):
+                fits(len(result))
+            return result
         return super().call(__context, __obj, *args, **kwargs)
 
 
@@ -356,8 +374,6 @@ def _check_product(left: Any, right: Any) -> None:
             fits(max(one, 0) * len(other))
             if not isinstance(other, str):
                 sized(other)
-    if isinstance(left, int) and isinstance(right, int) and abs(left * right) > MAX_NUMBER:
-        raise TokenizerError("the chat template computes numbers too large")
 
 
 class rendering:
