@@ -1,7 +1,7 @@
 """Dialogues as the prompts that the Kimi K2 line was trained on.
 
 A turn is ROLE_TOKEN name <|im_middle|> body <|im_end|>, with nothing between turns. The rules are
-those of the models' published templates (docs/chat.md); tests compare with their output.
+those of the models' published templates (docs/prompts.md); tests compare with their output.
 """
 
 from __future__ import annotations

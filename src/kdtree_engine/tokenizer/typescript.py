@@ -1,7 +1,7 @@
 """Tool declarations in the TypeScript-like form that K2.5 and K2.6 were trained on.
 
 The form is a fact about the models, taken from their own renderer's output and from public ports
-of it (docs/chat.md lists the rules). Where that renderer cannot express a schema, the models saw
+of it (docs/prompts.md lists the rules). Where that renderer cannot express a schema, the models saw
 the whole tool list as JSON, so the same schemas are refused here. A few Python spellings (True,
 None) and unescaped strings of enums are part of the form.
 """
@@ -47,7 +47,7 @@ def declare(tools: list[dict[str, Any]]) -> str | None:
     """The declaration text of all tools of type function; None where it must be JSON instead.
 
     tools: plain JSON with sorted keys (`messages.plain_tools`). None: no tool is a function, or a
-    schema cannot be expressed (see docs/chat.md).
+    schema cannot be expressed (see docs/prompts.md).
     """
     try:
         functions = [tool.get("function", {}) for tool in tools if tool.get("type") == "function"]
