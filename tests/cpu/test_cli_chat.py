@@ -58,7 +58,7 @@ def test_answers_go_to_stdout_and_the_rest_to_stderr(
     lines = err.splitlines()
     assert lines[:2] == ["kdtree: skipped 23 vision tensors", "A greeting."]
     found = r"kdtree: last answer: prompt 5 tokens, 0 of them cached; 2 tokens in 1 steps, .*"
-    assert re.fullmatch(found + r"ended by stop; all 2: 8 tokens in 4 steps", lines[-1])
+    assert re.fullmatch(found + r"ended by stop; all 2 that ended: 8 tokens in 4 steps", lines[-1])
     assert [message["content"] for message in llm.asked[1]] == ["hi", "Hello!", "bye"]
     assert llm.asked[1][1]["reasoning_content"] == "A greeting.\n"
 
@@ -260,6 +260,6 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(session: Session) -> None:
     session.process.send_signal(signal.SIGINT)  # at the prompt: the line is dropped
     session.until("> ")
     session.type("/stats\n")
-    session.until("all 1: 2 tokens in 1 steps")
+    session.until("all 1 that ended: 2 tokens in 1 steps")
     session.type("\x04")
     assert session.process.wait(30) == 0

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from checkpoint_tools import CheckpointMaker
+from tokenizers import decoders, models, pre_tokenizers
 
 from kdtree_engine import LLM, SamplingParams
+from kdtree_engine.checkpoints.templates import Dims
 from kdtree_engine.engine.build import packaged_model
 from kdtree_engine.engine.chat import ChatMessage, TokenReader
 from kdtree_engine.errors import CapacityError, KDTreeError, OptionError, TokenizerError
@@ -168,6 +171,41 @@ def test_a_model_without_a_tokenizer_cannot_chat(checkpoint: CheckpointMaker) ->
     llm = LLM(checkpoint("k2.6"), drafter="none", device="cpu")
     with pytest.raises(TokenizerError, match="has no tokenizer"):
         llm.chat([user("Hello")])
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if thinking %}<think>\n{% endif %}{% endif %}"
+)
+
+
+def test_a_model_with_a_template_of_its_own(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+    """tokenizer.json and chat_template beside random weights: what it says means nothing."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint("deepseek-v3", dims=Dims(vocab_size=320)), folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    library = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    names = ["<|user|>", "<|assistant|>", "<think>", "</think>"]
+    library.add_special_tokens(names)
+    library.save(str(folder / "tokenizer.json"))
+    config = {"chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    llm = LLM(folder, drafter="none", device="cpu")
+    assert llm.tokenizer is not None
+    ids = llm.tokenizer.special_ids
+    params = SamplingParams(
+        max_tokens=60, temperature=1.0, seed=1, stop_token_ids=[ids["<|user|>"]]
+    )
+    answer = llm.chat([user("Hello </think>")], params)
+    assert answer.output.prompt_tokens == len("Hello </think>") + 4  # 3 marks and a newline
+    assert answer.reasoning and (not answer.content or ids["</think>"] in answer.output.token_ids)
+    assert "<think>" not in answer.reasoning
+    straight = llm.chat([user("Hello")], params, thinking=False)
+    assert straight.content and (
+        not straight.reasoning or ids["<think>"] in straight.output.token_ids
+    )
 
 
 # Tokens to events.

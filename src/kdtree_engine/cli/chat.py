@@ -168,7 +168,8 @@ class _Totals:
     def __str__(self) -> str:
         if not self._answers:
             return "no answer yet"
-        return f"{self._last}; all {self._answers}: {self._tokens} tokens in {self._steps} steps"
+        whole = f"{self._tokens} tokens in {self._steps} steps"
+        return f"{self._last}; all {self._answers} that ended: {whole}"
 
 
 @contextmanager

@@ -33,6 +33,8 @@ class Screen:
             try:
                 line = self._read()
             except EOFError:
+                if self.interactive:
+                    self.note("")  # the shell's prompt comes on a line of its own
                 return None
             except UnicodeDecodeError as error:
                 raise OptionError(f"stdin is not UTF-8 (byte {error.start} of a line)") from error
@@ -108,18 +110,19 @@ class Terminal(Screen):
         super().__init__()
         from rich.console import Console
 
-        self._console: Console = Console(highlight=False, markup=False, emoji=False)
+        self._console: Console = Console()
         # It gives input() line editing and the lines typed before; Windows has none.
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401
 
     def note(self, text: str) -> None:
         """A line about the conversation."""
-        self._console.print(text, style="dim", soft_wrap=True)
+        self._console.out(text, style="dim", highlight=False)
 
     def _write(self, kind: str, text: str) -> None:
-        style = "" if kind == "content" else "dim"
-        self._console.print(text.translate(_STEERING), style=style, end="", soft_wrap=True)
+        style = None if kind == "content" else "dim"
+        # out(), unlike print(), leaves tabs and line ends to the terminal: this is half a line.
+        self._console.out(text.translate(_STEERING), style=style, end="", highlight=False)
         self._console.file.flush()
 
     def _read(self) -> str:
