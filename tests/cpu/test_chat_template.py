@@ -335,3 +335,32 @@ def test_messages_that_are_refused(message: dict[str, Any], reason: str) -> None
 def test_names_like_words_are_refused_in_text() -> None:
     with pytest.raises(TokenizerError, match="contains the special token USER"):
         template_parts(TEMPLATE, ["USER"], [{"role": "user", "content": "a USER"}], None, {})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        CHAT,
+        "{{ messages | tojson }}{{ tools | tojson(indent=2) }}{{ [1.5, none, 'é<'] | tojson }}",
+        "{% for m in messages %}\n  {% if loop.first %}\n{{ m.role | upper }}\n  {% endif %}\n"
+        "{{ m['content'] | default('none', true) | replace('a', 'b') | indent(3) }}\n"
+        "{% endfor %}\n",
+        "{% for m in messages[:2] + messages[1:] %}{{ loop.index0 }}{{ m.role }}"
+        "{% if loop.last %}{% continue %}{% endif %},{% endfor %}{{ bos_token is defined }}",
+        "{% for m in messages | rejectattr('role', 'in', ['tool']) %}{% for k, v in m | dictsort %}"
+        "{{ k ~ ':' ~ v }};{% endfor %}{% endfor %}{{ messages | map(attribute='role') | list }}",
+    ],
+)
+def test_transformers_renders_the_same(source: str) -> None:
+    """An oracle that nobody here wrote; texts without anything that could be a special token."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages, tools = talk("say\nit")
+    messages[1]["content"] = "a b"
+    [theirs], _ = render_jinja_template(
+        [messages], tools=tools, chat_template=source, add_generation_prompt=True
+    )
+    ours = Template(source).render(
+        {"messages": messages, "tools": tools, "add_generation_prompt": True}
+    )
+    assert ours == theirs

@@ -3,15 +3,19 @@
 # ruff: noqa: RUF001 (DeepSeek names its tokens with full-width bars)
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
+from checkpoint_tools import CheckpointMaker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from kdtree_engine import LLM, SamplingParams
+from kdtree_engine.checkpoints.templates import Dims
 from kdtree_engine.errors import TokenizerError
 from kdtree_engine.tokenizer import ChatFormat, KimiTokenizer, Tokenizer
 from kdtree_engine.tokenizer.json_vocabulary import JsonTokenizer
@@ -230,3 +234,20 @@ def test_a_dialogue_with_the_folders_template(folder: Path) -> None:
     assert tokenizer.decode(ids) == f"<｜begin▁of▁sentence｜>{shown}<｜Assistant｜><think>\n"
     special = set(tokenizer.special_ids.values())
     assert [i for i in ids if i in special] == [0, 400, 401, 407, 400, 401, 405]
+
+
+def test_a_model_with_such_a_vocabulary(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+    """The model has more rows than the vocabulary names, as DeepSeek's have."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint("deepseek-v3", dims=Dims(vocab_size=512)), folder)
+    (folder / "tokenizer.json").write_text(json.dumps(DATA))
+    llm = LLM(folder)
+    assert isinstance(llm.tokenizer, JsonTokenizer)
+    sampling = SamplingParams(max_tokens=12, temperature=1.0, seed=3)
+    [output] = llm.generate(["the quick fox"], sampling)
+    assert output.token_ids and isinstance(output.text, str)
+    small = tmp_path / "small"
+    shutil.copytree(checkpoint("deepseek-v3", dims=Dims(vocab_size=400)), small)
+    (small / "tokenizer.json").write_text(json.dumps(DATA))
+    with pytest.raises(TokenizerError, match="409 tokens, but the model 400"):
+        LLM(small)
