@@ -13,6 +13,7 @@ from cyclopts import App, CycloptsError
 
 from kdtree_engine import log
 from kdtree_engine.cli.bench import bench
+from kdtree_engine.cli.chat import chat
 from kdtree_engine.cli.generate import generate
 from kdtree_engine.cli.make_checkpoint import make_checkpoint
 from kdtree_engine.cli.train_drafter import train_drafter
@@ -39,6 +40,7 @@ app = App(
     result_action="return_none",
 )
 app.command(generate)
+app.command(chat)
 app.command(bench)
 app.command(make_checkpoint)
 app.command(train_drafter)

@@ -8,81 +8,46 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Protocol, TypeVar
 
 from cyclopts import Group, Parameter
 
-from kdtree_engine.cli.threads import set_threads
+from kdtree_engine.cli.options import (
+    SAMPLING,
+    EngineOptions,
+    SamplingOptions,
+    flag,
+    words,
+)
 from kdtree_engine.errors import KDTreeError, OptionError
 from kdtree_engine.log import progress
 
 if TYPE_CHECKING:
     from kdtree_engine.cli.show_tree import TreePrinter
     from kdtree_engine.engine.llm import LLM
-    from kdtree_engine.engine.request import RequestOutput, SamplingParams, StreamEvent
+    from kdtree_engine.engine.request import RequestOutput, SamplingParams
 
 
-PROMPT, SAMPLING, ENGINE, OUTPUT = (
-    Group(name, sort_key=place)
-    for place, name in enumerate(("Prompt", "Sampling", "Engine", "Output"))
-)
-
-
-def _option(group: Group, text: str, metavar: str) -> Parameter:
-    return Parameter(help=text, group=group, metavar=metavar)
-
-
-def _words(group: Group, text: str, metavar: str) -> Parameter:
-    """An option whose value may begin with a hyphen, as prompts and "-" for stdin do."""
-    return Parameter(help=text, group=group, metavar=metavar, allow_leading_hyphen=True)
-
-
-def _flag(group: Group, text: str) -> Parameter:
-    return Parameter(help=text, group=group, negative=(), show_default=False)
+PROMPT, OUTPUT = Group("Prompt", sort_key=0), Group("Output", sort_key=3)
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
+class GenerateOptions(SamplingOptions, EngineOptions):
     """Every option of `kdtree generate`; the engine checks the values."""
 
-    prompt: Annotated[str | None, _words(PROMPT, "The prompt's text.", "TEXT")] = None
+    prompt: Annotated[str | None, words(PROMPT, "The prompt's text.", "TEXT")] = None
     prompt_file: Annotated[
-        str | None, _words(PROMPT, "A UTF-8 file with the prompt; - is stdin.", "FILE")
+        str | None, words(PROMPT, "A UTF-8 file with the prompt; - is stdin.", "FILE")
     ] = None
-    prompt_ids: Annotated[str | None, _words(PROMPT, "The prompt as token ids: 3,4,5.", "IDS")] = (
+    prompt_ids: Annotated[str | None, words(PROMPT, "The prompt as token ids: 3,4,5.", "IDS")] = (
         None
     )
 
-    max_tokens: Annotated[int, _option(SAMPLING, "Tokens to make at most.", "N")] = 128
-    temperature: Annotated[
-        float, _option(SAMPLING, "0 takes the likeliest token each time.", "T")
-    ] = 0.0
-    top_k: Annotated[int | None, _option(SAMPLING, "Only the K likeliest tokens.", "K")] = None
-    top_p: Annotated[
-        float | None, _option(SAMPLING, "Only the likeliest tokens that make up P.", "P")
-    ] = None
-    min_p: Annotated[
-        float | None, _option(SAMPLING, "Only tokens at least P times the likeliest.", "P")
-    ] = None
-    seed: Annotated[
-        int | None, _option(SAMPLING, "Repeats a sample; one is drawn without it.", "S")
-    ] = None
-    ignore_eos: Annotated[bool, _flag(SAMPLING, "Go on after a stop token.")] = False
+    ignore_eos: Annotated[bool, flag(SAMPLING, "Go on after a stop token.")] = False
 
-    drafter: Annotated[
-        str, _option(ENGINE, "auto, none, ngram, random, or a drafter's folder.", "X")
-    ] = "auto"
-    tree_nodes: Annotated[
-        str, _option(ENGINE, "Draft nodes per step (0 to 63), or chain:N.", "N")
-    ] = "15"
-    device: Annotated[str, _option(ENGINE, "auto, cpu or cuda.", "D")] = "auto"
-    dtype: Annotated[str, _option(ENGINE, "auto, float32 or bfloat16.", "T")] = "auto"
-    prefill_chunk: Annotated[int, _option(ENGINE, "Prompt tokens per step.", "N")] = 512
-    eager: Annotated[bool, _flag(ENGINE, "On CUDA: no graphs, each operator launched.")] = False
-
-    json: Annotated[bool, _flag(OUTPUT, "Print one JSON object.")] = False
-    show_tree: Annotated[bool, _flag(OUTPUT, "Draw each step's draft tree on stderr.")] = False
+    json: Annotated[bool, flag(OUTPUT, "Print one JSON object.")] = False
+    show_tree: Annotated[bool, flag(OUTPUT, "Draw each step's draft tree on stderr.")] = False
 
 
 def generate(model: str | None = None, /, *, options: GenerateOptions | None = None) -> None:
@@ -95,9 +60,9 @@ def generate(model: str | None = None, /, *, options: GenerateOptions | None = N
     """
     options = options or GenerateOptions()
     prompt = read_prompt(options)
-    tree_nodes = _tree_nodes(options.tree_nodes)
-    llm = open_engine(model, options, tree_nodes)
-    output, speed = _stream(llm, prompt, _sampling(options), options)
+    llm = options.open_engine(model)
+    params = options.sampling(ignore_eos=options.ignore_eos)
+    output, speed = _stream(llm, prompt, params, options)
     if options.json:
         print(json.dumps(as_json(output)))
     else:
@@ -106,37 +71,6 @@ def generate(model: str | None = None, /, *, options: GenerateOptions | None = N
         print(f"kdtree: {summary(output, speed, options.temperature > 0)}", file=sys.stderr)
     if output.error is not None:
         raise KDTreeError(output.error)
-
-
-def open_engine(model: str | None, options: GenerateOptions, tree_nodes: int | str) -> LLM:
-    """Load the model. Imports torch."""
-    from kdtree_engine.engine.llm import LLM
-
-    set_threads()
-    return LLM(
-        model=model,
-        drafter=options.drafter,
-        device=options.device,
-        dtype=options.dtype,
-        tree_nodes=tree_nodes,
-        prefill_chunk=options.prefill_chunk,
-        max_requests=1,
-        eager=options.eager,
-    )
-
-
-def _sampling(options: GenerateOptions) -> SamplingParams:
-    from kdtree_engine.engine.request import SamplingParams
-
-    return SamplingParams(
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        seed=options.seed,
-        ignore_eos=options.ignore_eos,
-    )
 
 
 def read_prompt(options: GenerateOptions) -> str | list[int]:
@@ -180,13 +114,6 @@ def _read_file(name: str) -> str:
         raise OptionError(f"--prompt-file {name} is not UTF-8 (byte {error.start})") from error
 
 
-def _tree_nodes(text: str) -> int | str:
-    """A plain number as one; the engine understands, or refuses, the rest."""
-    if len(text) > 20:  # int() refuses thousands of digits with an error of its own
-        raise OptionError(f"--tree-nodes is '{text[:20]}...': expected 0 to 63, or chain:N")
-    return int(text) if text.isascii() and text.isdecimal() else text
-
-
 def _stream(
     llm: LLM, prompt: str | list[int], params: SamplingParams, options: GenerateOptions
 ) -> tuple[RequestOutput, Speed]:
@@ -210,6 +137,14 @@ def _stream(
     return output, speed
 
 
+class _HasTokens(Protocol):
+    @property
+    def token_ids(self) -> list[int]: ...
+
+
+_Step = TypeVar("_Step", bound=_HasTokens)
+
+
 class Speed:
     """Decoding speed: what came after the first tokens (which end the prefill), without our own
     printing."""
@@ -224,7 +159,7 @@ class Speed:
         """None where nothing came after the first tokens."""
         return self._tokens / self._seconds if self._tokens and self._seconds > 0 else None
 
-    def timed(self, events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
+    def timed(self, events: Iterator[_Step]) -> Iterator[_Step]:
         """The same events; only the time spent waiting for them counts."""
         decoding = False
         while True:

@@ -81,7 +81,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 def open_tokenizer(folder: Path) -> Tokenizer | None:
     """The folder's vocabulary, None where it has none."""
-    return Tokenizer.from_folder(folder) if (folder / "tiktoken.model").exists() else None
+    return Tokenizer.from_folder(folder) if Tokenizer.in_folder(folder) else None
 
 
 def stop_ids(config: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
@@ -106,7 +106,7 @@ def build_engine(
     for note in checkpoint.notes:
         log.info("%s: %s", folder.name, note)
     known = checkpoint.config.vocab_size
-    if tokenizer is not None and tokenizer.vocab_size != known:
+    if tokenizer is not None and not tokenizer.fits(known):
         raise TokenizerError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, but the model {known}; "
             "the files are not of one model"

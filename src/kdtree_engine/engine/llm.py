@@ -22,6 +22,16 @@ from kdtree_engine.engine.build import (
     resolve_device,
     resolve_dtype,
 )
+from kdtree_engine.engine.chat import (
+    ChatDelta,
+    ChatMessage,
+    Message,
+    TokenReader,
+    Tool,
+    check_messages,
+    read_answer,
+    tool_names,
+)
 from kdtree_engine.engine.policy import parse_tree_nodes
 from kdtree_engine.engine.request import (
     Request,
@@ -32,6 +42,8 @@ from kdtree_engine.engine.request import (
 )
 from kdtree_engine.errors import KDTreeError, OptionError, TokenizerError
 from kdtree_engine.tokenizer import TextStream
+from kdtree_engine.tokenizer.chat import ChatFormat, starts_in_reasoning
+from kdtree_engine.tokenizer.parse import ChatParser, output_grammar
 
 Prompt = str | Sequence[int]
 
@@ -130,6 +142,50 @@ class LLM:
             del self._inboxes[request.id]
             self.engine.cancel(request)
 
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams | None = None,
+        tools: Sequence[Tool] | None = None,
+        thinking: bool = True,
+        preserve_thinking: bool = False,
+        family: str | None = None,
+    ) -> ChatMessage:
+        """Answer a dialogue of messages in OpenAI's form, perhaps with calls of `tools`.
+
+        thinking: whether the model is to reason first. preserve_thinking: keep the reasoning of
+        earlier turns. family: how the model writes dialogues, None for what its folder tells.
+        Raises OptionError or TokenizerError for messages that are no dialogue, before anything
+        runs, and as `generate`.
+        """
+        options = (messages, sampling, tools, thinking, preserve_thinking, family)
+        *_, last = self.chat_stream(*options)
+        assert last.message is not None
+        return last.message
+
+    def chat_stream(
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams | None = None,
+        tools: Sequence[Tool] | None = None,
+        thinking: bool = True,
+        preserve_thinking: bool = False,
+        family: str | None = None,
+    ) -> Iterator[ChatDelta]:
+        """The same, a delta a step; the last one carries the message. Raises as `chat`."""
+        _check_params(sampling or SamplingParams())
+        calls = check_messages(messages)
+        if self.tokenizer is None:
+            raise self._no_tokenizer("chat needs one")
+        chat = ChatFormat.from_folder(self._folder, family)
+        options = (thinking, preserve_thinking)
+        parts = chat.parts(list(self.tokenizer.special_ids), messages, tools, *options)
+        inside = starts_in_reasoning("".join(text for text, _ in parts[-3:]))
+        grammar = output_grammar(chat.family)
+        parser = ChatParser(grammar, inside, calls, tool_names(tools))
+        reader = TokenReader(self.tokenizer, grammar, parser)
+        return read_answer(self.stream(self.tokenizer.encode_parts(parts), sampling), reader)
+
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """float32 logits [T, vocab] after every prefix of `token_ids`, as any prefill computes
         them.
@@ -168,10 +224,13 @@ class LLM:
         if not isinstance(prompt, str):
             return [_token_id(token) for token in _plain(prompt)]
         if self.tokenizer is None:
-            raise TokenizerError(
-                f"{self._folder} has no tokenizer (tiktoken.model), so it takes token ids, not text"
-            )
+            raise self._no_tokenizer("it takes token ids, not text")
         return self.tokenizer.encode(prompt)
+
+    def _no_tokenizer(self, so: str) -> TokenizerError:
+        return TokenizerError(
+            f"{self._folder} has no tokenizer (tiktoken.model or tokenizer.json): {so}"
+        )
 
     def _event(
         self, request: Request, result: StepResult, text: TextStream | None, last: bool

@@ -1,32 +1,26 @@
-"""Dialogues as the prompts that K2.5 and K2.6 were trained on.
+"""Dialogues as prompts: text for people, token ids for models.
 
-A turn is ROLE_TOKEN name <|im_middle|> body <|im_end|>, with nothing between turns. The rules are
-those of the models' published template; tests compare with its output.
+The Kimi line is rendered natively; any other model through the template in its folder. In token
+form no text of a message, name, tool or argument becomes a special token.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from kdtree_engine.errors import TokenizerError
-from kdtree_engine.tokenizer import typescript
-from kdtree_engine.tokenizer.vocabulary import Tokenizer
+from kdtree_engine.tokenizer import render_kimi
+from kdtree_engine.tokenizer.base import CONFIG_FILE, RANKS_FILE, Part, Tokenizer
+from kdtree_engine.tokenizer.forgery import template_parts
+from kdtree_engine.tokenizer.messages import Message, Tool, refuse_images, rewrite_ids
+from kdtree_engine.tokenizer.template import Template
+from kdtree_engine.tokenizer.vocabulary import read_file
 
-Message = Mapping[str, Any]
-Tool = Mapping[str, Any]
-# A piece of prompt and whether it is a special token's name (True) or ordinary text.
-Part = tuple[str, bool]
-
-FAMILIES = ("k2.5", "k2.6")
-ROLE_TOKENS = {"user": "<|im_user|>", "assistant": "<|im_assistant|>"}
-OTHER_ROLES = "<|im_system|>"  # system, tool and whatever else
-MIDDLE: Part = ("<|im_middle|>", True)
-END: Part = ("<|im_end|>", True)
-THINK: Part = ("<think>", True)
-END_THINK: Part = ("</think>", True)
+FAMILIES = tuple(render_kimi.FAMILIES)
+TEMPLATE = "template"
 
 
 def render_chat(
@@ -37,15 +31,18 @@ def render_chat(
     preserve_thinking: bool = False,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The prompt of a dialogue in OpenAI's message form.
+    """The prompt of a dialogue in OpenAI's message form, to the letter of the published template.
 
-    thinking: whether the model is to reason before it answers. preserve_thinking: keep the
-    reasoning of turns before the running one. Names of special tokens inside the messages appear
-    as they are: to make token ids of messages that a user wrote, take `encode_chat`.
-    Raises TokenizerError for another family, images, and tool schemas not supported yet.
+    family: one of FAMILIES. thinking: whether the model is to reason before it answers.
+    preserve_thinking: keep the reasoning of turns before the running one. Ids of tool calls appear
+    as they are (`rewrite_ids` gives them the models' form), images as the template's place for
+    one. Names of special tokens inside the messages appear as they are too: to make token ids of
+    messages that a user wrote, take `encode_chat`.
+    Raises TokenizerError for another family, and for messages and tools of another form.
     """
-    options = (family, thinking, preserve_thinking, add_generation_prompt)
-    return "".join(text for text, _ in _prompt(messages, tools, *options))
+    options = (thinking, preserve_thinking, add_generation_prompt)
+    parts = render_kimi.prompt(messages, tools, _family(family), *options)
+    return "".join(text for text, _ in parts)
 
 
 def encode_chat(
@@ -56,127 +53,137 @@ def encode_chat(
     thinking: bool = True,
     preserve_thinking: bool = False,
     add_generation_prompt: bool = True,
+    images: bool = False,
 ) -> list[int]:
     """Token ids of the same prompt, where no text inside messages or tools becomes a special token.
 
-    Raises TokenizerError as `render_chat`, and where the vocabulary lacks a token of the template.
+    images: give images the template's place for one; by default they are refused, since the engine
+    has no vision tower to fill it. Raises TokenizerError as `render_chat`, and where the vocabulary
+    lacks a token of the template.
     """
-    options = (family, thinking, preserve_thinking, add_generation_prompt)
-    ids: list[int] = []
-    for special, run in groupby(_prompt(messages, tools, *options), key=lambda part: part[1]):
-        texts = [text for text, _ in run]
-        if not special:
-            ids += tokenizer.encode("".join(texts))
-            continue
-        for name in texts:
-            if name not in tokenizer.special_ids:
-                raise TokenizerError(f"the vocabulary has no token {name}, which the chat needs")
-            ids.append(tokenizer.special_ids[name])
-    return ids
+    if not images:
+        refuse_images(messages)
+    options = (thinking, preserve_thinking, add_generation_prompt)
+    return tokenizer.encode_parts(render_kimi.prompt(messages, tools, _family(family), *options))
 
 
-def _prompt(
-    messages: Sequence[Message],
-    tools: Sequence[Tool] | None,
-    family: str,
-    thinking: bool,
-    preserve_thinking: bool,
-    add_generation_prompt: bool,
-) -> list[Part]:
-    if family not in FAMILIES:
+def _family(name: str) -> render_kimi.Family:
+    if name not in render_kimi.FAMILIES:
         raise TokenizerError(
-            f"chat family {family!r} is not supported; use {' or '.join(FAMILIES)}"
+            f"chat family {name!r:.60} is not supported; use {', '.join(FAMILIES)}, or open the "
+            "model's folder for its own template"
         )
-    parts: list[Part] = []
-    if tools:
-        parts += _turn(OTHER_ROLES, "tool_declare", [(_declaration(tools), False)])
-    settled = 0 if preserve_thinking else _settled(messages)
-    for index, message in enumerate(messages):
-        role = message.get("role")
-        if not isinstance(role, str):
-            raise TokenizerError(f"message {index} has no role")
-        body = _body(message, role, show_thinking=thinking and index >= settled)
-        token = ROLE_TOKENS.get(role, OTHER_ROLES)
-        parts += _turn(token, message.get("name") or role, body)
-    if add_generation_prompt:
-        parts += [(ROLE_TOKENS["assistant"], True), ("assistant", False), MIDDLE, THINK]
-        parts += [] if thinking else [END_THINK]
-    return parts
+    return render_kimi.FAMILIES[name]
 
 
-def _turn(token: str, name: str, body: list[Part]) -> list[Part]:
-    return [(token, True), (name, False), MIDDLE, *body, END]
+class ChatFormat:
+    """How one model writes dialogues. Immutable and thread-safe.
 
-
-def _settled(messages: Sequence[Message]) -> int:
-    """How many messages lie up to the last answer without tool calls, that one included.
-
-    What follows is the running tool loop, the only place where reasoning stays visible.
+    family: one of FAMILIES, or "template" for the folder's own.
     """
-    for index in range(len(messages) - 1, -1, -1):
-        message = messages[index]
-        if message.get("role") == "assistant" and not message.get("tool_calls"):
-            return index + 1
-    return 0
+
+    def __init__(self, family: str, template: Template | None = None) -> None:
+        """template: needed by the family "template", unused by others. Raises TokenizerError."""
+        self.family = family
+        self._template = template
+        if family == TEMPLATE:
+            assert template is not None, "no template given"
+        else:
+            _family(family)
+
+    @classmethod
+    def from_folder(cls, path: str | Path, family: str | None = None) -> ChatFormat:
+        """The format of a model folder: the family given, else the one its files tell.
+
+        Raises TokenizerError where they tell none, or the template is damaged or unsafe.
+        """
+        folder = Path(path)
+        chosen = family if family is not None else detect_family(folder)
+        return cls(chosen, Template.from_folder(folder) if chosen == TEMPLATE else None)
+
+    def parts(
+        self,
+        special_names: Sequence[str],
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        thinking: bool = True,
+        preserve_thinking: bool = False,
+        add_generation_prompt: bool = True,
+    ) -> list[Part]:
+        """The prompt's parts, special or not. special_names: of the vocabulary's special tokens.
+
+        Raises TokenizerError for images, messages and tools of another form, and for what the
+        template itself refuses.
+        """
+        refuse_images(messages)
+        if self._template is None or self.family != TEMPLATE:
+            options = (thinking, preserve_thinking, add_generation_prompt)
+            named = rewrite_ids(messages)
+            return render_kimi.prompt(named, tools, _family(self.family), *options)
+        switches = {
+            "thinking": thinking,
+            "enable_thinking": thinking,
+            "preserve_thinking": preserve_thinking,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return template_parts(self._template, special_names, messages, tools, switches)
+
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        thinking: bool = True,
+        preserve_thinking: bool = False,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Token ids of a dialogue for this model; no text in it becomes a special token.
+
+        For the Kimi families tool calls in the history get the models' own ids (`rewrite_ids`).
+        Raises TokenizerError as `parts`.
+        """
+        options = (thinking, preserve_thinking, add_generation_prompt)
+        names = list(tokenizer.special_ids)
+        return tokenizer.encode_parts(self.parts(names, messages, tools, *options))
 
 
-def _body(message: Message, role: str, show_thinking: bool) -> list[Part]:
-    content: Part = (_text(message.get("content")), False)
-    if role == "tool":
-        heading = f"## Return of {message.get('tool_call_id', '')}\n"
-        return [(heading, False), content]
-    if role != "assistant":
-        return [content]
-    reasoning = (message.get("reasoning_content") or "") if show_thinking else ""
-    body = [THINK, (reasoning, False), END_THINK, content]
-    calls = message.get("tool_calls")
-    if calls:
-        body.append(("<|tool_calls_section_begin|>", True))
-        for call in calls:
-            body += _call(call)
-        body.append(("<|tool_calls_section_end|>", True))
-    return body
+def starts_in_reasoning(prompt: str) -> bool:
+    """Whether an answer to this prompt begins inside the reasoning, which the prompt has opened."""
+    return prompt.rstrip().endswith("<think>")
 
 
-def _call(call: Mapping[str, Any]) -> list[Part]:
-    function, name = call.get("function"), call.get("id")
-    if not isinstance(function, Mapping) or not isinstance(name, str):
-        raise TokenizerError("a tool call in a message needs an 'id' and a 'function'")
-    arguments = function.get("arguments")
-    if arguments is None:
-        arguments = ""
-    elif not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return [
-        ("<|tool_call_begin|>", True),
-        (name, False),
-        ("<|tool_call_argument_begin|>", True),
-        (arguments, False),
-        ("<|tool_call_end|>", True),
-    ]
+def detect_family(folder: Path) -> str:
+    """The chat family that a model folder's files tell. Raises TokenizerError if none."""
+    kind = _json(folder, "config.json").get("model_type")
+    if kind == "kimi_k25":
+        return "k2.5"
+    if kind == "kimi_k2":
+        return "k2-thinking" if _knows_thinking(folder) else "k2"
+    if Template.in_folder(folder):
+        return TEMPLATE
+    if (folder / RANKS_FILE).exists():
+        return "k2.5"  # a Kimi vocabulary beside another model_type: a model made for tests
+    raise TokenizerError(
+        f"{folder} has no chat template (chat_template.jinja, or 'chat_template' in "
+        f"{CONFIG_FILE}), and its model_type {kind!r:.60} has none built in"
+    )
 
 
-def _text(content: Any) -> str:
-    """A message's content: a string, nothing, or a list of text parts."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        raise TokenizerError(
-            f"message content must be text or a list, not {type(content).__name__}"
-        )
-    texts: list[str] = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind != "text":
-            raise TokenizerError(f"message content of type {kind!r} is not supported, only text")
-        texts.append(part["text"])
-    return "".join(texts)
+def _knows_thinking(folder: Path) -> bool:
+    """K2-Thinking and K2 share a model_type; only the former's files name <think>."""
+    if Template.in_folder(folder) and "<think>" in Template.source_in(folder):
+        return True
+    table = _json(folder, CONFIG_FILE).get("added_tokens_decoder")
+    entries = table.values() if isinstance(table, dict) else ()
+    return any(isinstance(one, dict) and one.get("content") == "<think>" for one in entries)
 
 
-def _declaration(tools: Sequence[Tool]) -> str:
-    text = typescript.declare(tools)
-    if text is not None:
-        return text
-    return json.dumps(list(tools), ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+def _json(folder: Path, name: str) -> dict[str, Any]:
+    """The object in a folder's file; empty where there is no such file."""
+    if not (folder / name).exists():
+        return {}
+    try:
+        value = json.loads(read_file(folder / name))
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{folder / name} is not JSON: {error}") from error
+    return value if isinstance(value, dict) else {}

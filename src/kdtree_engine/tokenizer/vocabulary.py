@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import base64
 import binascii
-import codecs
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,9 @@ import tiktoken
 
 from kdtree_engine.checkpoints.reader import safe_path
 from kdtree_engine.errors import CheckpointError, TokenizerError
+from kdtree_engine.tokenizer.base import CONFIG_FILE, RANKS_FILE, Part, Tokenizer, joined
 
 SPECIAL_SLOTS = 256
-RANKS_FILE = "tiktoken.model"
-CONFIG_FILE = "tokenizer_config.json"
 
 # A word: an optional leading mark, upper-case-like letters, lower-case-like letters, an English
 # contraction. Han is taken out of the letters, since it has an alternative of its own.
@@ -51,8 +50,8 @@ MAX_RUN = 25_000
 _LONG_RUN = re.compile(rf"\S{{{MAX_RUN + 1},}}|\s{{{MAX_RUN + 1},}}")
 
 
-class Tokenizer:
-    """One vocabulary: any number of ranks, then 256 special slots. Immutable and thread-safe."""
+class KimiTokenizer(Tokenizer):
+    """Any number of ranks, then 256 special slots. Immutable and thread-safe."""
 
     def __init__(
         self, ranks: Mapping[bytes, int], names: Mapping[int, str], visible: Collection[int] = ()
@@ -80,8 +79,8 @@ class Tokenizer:
             special_tokens=self.special_ids,
         )
 
-    @classmethod
-    def from_folder(cls, path: str | Path) -> Tokenizer:
+    @staticmethod
+    def from_folder(path: str | Path) -> KimiTokenizer:
         """Read tiktoken.model and tokenizer_config.json of a model folder.
 
         Raises TokenizerError, which names the file, where one is missing or damaged.
@@ -90,34 +89,40 @@ class Tokenizer:
         ranks = _read_ranks(folder / RANKS_FILE)
         names, visible = _read_names(folder / CONFIG_FILE)
         try:
-            return cls(ranks, names, visible)
+            return KimiTokenizer(ranks, names, visible)
         except TokenizerError as error:
             raise TokenizerError(f"{folder}: {error}") from error
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Token ids of `text`. Nothing is added at either end.
-
-        special: whether the name of a special token inside the text becomes that token. Leave it
-        off for text that a user wrote: with it, a user can forge turns of a dialogue.
-        """
+        """As in the base; long texts are cut as the published code cuts them."""
         ids: list[int] = []
-        for piece in _pieces(text):
+        for piece in _split(text, _borders(text)):
             if special:
                 ids += self._encoding.encode(piece, allowed_special="all")
             else:
                 ids += self._encoding.encode_ordinary(piece)
         return ids
 
-    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
-        """Text of token ids; bytes that are not UTF-8 become U+FFFD.
+    def encode_parts(self, parts: Iterable[Part]) -> list[int]:
+        """As in the base. The cuts fall where they fall in the whole prompt, names included."""
+        pieces = list(joined(parts))
+        borders = _borders("".join(text for text, _ in pieces))
+        ids: list[int] = []
+        start = 0
+        for text, special in pieces:
+            end = start + len(text)
+            if special:
+                ids.append(self._special(text))
+            else:
+                inside = borders[bisect_right(borders, start) : bisect_left(borders, end)]
+                for piece in _split(text, [border - start for border in inside]):
+                    ids += self._encoding.encode_ordinary(piece)
+            start = end
+        return ids
 
-        Special tokens appear by name. skip_special leaves out those in `hidden_ids`: all but the
-        ones that the vocabulary's config marks as text for parsers (thinking, tool calls).
-        Raises TokenizerError for an id outside the vocabulary.
-        """
-        hidden = self.hidden_ids if skip_special else frozenset()
-        data = b"".join(self.token_bytes(token) for token in ids if token not in hidden)
-        return data.decode("utf-8", errors="replace")
+    def fits(self, vocab_size: int) -> bool:
+        """The published models have a row for every slot and none more."""
+        return vocab_size == self.vocab_size
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token, a special token's being its name. TokenizerError if no token."""
@@ -127,48 +132,24 @@ class Tokenizer:
             )
         return self._bytes[token]
 
-    def stream(self, skip: Collection[int] = ()) -> TextStream:
-        """A detokeniser for ids that arrive piece by piece, without the ids in `skip`."""
-        return TextStream(self, frozenset(skip))
 
-
-class TextStream:
-    """Turns ids into text as they arrive, and holds back a character until its bytes are all there.
-
-    The joined results of `push` and `finish` equal `decode` of all ids (less the skipped ones).
-    """
-
-    def __init__(self, tokenizer: Tokenizer, skip: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, ids: Iterable[int]) -> str:
-        """The text that these ids complete, perhaps empty. TokenizerError as in `token_bytes`."""
-        data = b"".join(self._tokenizer.token_bytes(i) for i in ids if i not in self._skip)
-        return self._decoder.decode(data)
-
-    def finish(self) -> str:
-        """What is still held back, as U+FFFD; afterwards the stream is new."""
-        text = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return text
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """Cut text as the reference does: every MAX_PIECE characters, then inside long runs."""
+def _borders(text: str) -> list[int]:
+    """Where the reference cuts: every MAX_PIECE characters, then inside long runs. Ascending."""
+    borders: list[int] = []
     for start in range(0, len(text), MAX_PIECE):
-        piece = text[start : start + MAX_PIECE]
-        cut = 0
-        for run in _LONG_RUN.finditer(piece):
+        borders.append(start)
+        for run in _LONG_RUN.finditer(text[start : start + MAX_PIECE]):
             # What precedes the run stays with the run's first MAX_RUN characters.
-            for border in range(run.start() + MAX_RUN, run.end(), MAX_RUN):
-                yield piece[cut:border]
-                cut = border
-        yield piece[cut:]
+            borders += range(start + run.start() + MAX_RUN, start + run.end(), MAX_RUN)
+    return borders[1:]
 
 
-def _read(path: Path) -> bytes:
+def _split(text: str, borders: Sequence[int]) -> Iterator[str]:
+    for start, end in zip([0, *borders], [*borders, len(text)], strict=True):
+        yield text[start:end]
+
+
+def read_file(path: Path) -> bytes:
     """The bytes of a file of a model folder, which must not be a link that leaves the folder."""
     try:
         return safe_path(path.parent, path.name).read_bytes()
@@ -183,7 +164,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
     """Parse lines of 'base64 rank'. Raises TokenizerError with the line's number."""
     ranks: dict[bytes, int] = {}
     seen: set[int] = set()
-    for number, line in enumerate(_read(path).splitlines(), start=1):
+    for number, line in enumerate(read_file(path).splitlines(), start=1):
         if not line:
             continue
         try:
@@ -222,7 +203,7 @@ def _check_ranks(ranks: Mapping[bytes, int]) -> None:
 def _read_names(path: Path) -> tuple[dict[int, str], set[int]]:
     """Names of special ids, and those of them marked special=false, from added_tokens_decoder."""
     try:
-        config = json.loads(_read(path))
+        config = json.loads(read_file(path))
     except ValueError as error:
         raise TokenizerError(f"{path} is not JSON: {error}") from error
     table = config.get("added_tokens_decoder") if isinstance(config, dict) else None
