@@ -65,16 +65,18 @@ def decoded_logits(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> T
     runner = llm.engine.runner
     runner.keep_logits = True
     request = llm.engine.add(prompt, params)
-    while llm.engine.has_work:
-        for result in llm.engine.step():
-            if not result.tokens:
-                continue
-            assert result.logits is not None
-            trace = result.trace
-            path = [0] if trace is None else list(trace.path.indices)[: len(result.tokens)]
-            rows.append(result.logits[path].clone())
-    runner.keep_logits = False
-    llm.engine.cancel(request)
+    try:
+        while llm.engine.has_work:
+            for result in llm.engine.step():
+                if not result.tokens:
+                    continue
+                assert result.logits is not None
+                trace = result.trace
+                path = [0] if trace is None else list(trace.path.indices)[: len(result.tokens)]
+                rows.append(result.logits[path].clone())
+    finally:
+        runner.keep_logits = False
+        llm.engine.cancel(request)
     return torch.cat(rows)
 
 

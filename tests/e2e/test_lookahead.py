@@ -17,6 +17,7 @@ from e2e.pretend import Pretend
 from kdtree_engine import LLM
 from kdtree_engine.drafter.base import DraftStates
 from kdtree_engine.engine import graphs
+from kdtree_engine.errors import CapacityError
 from kdtree_engine.types import DraftBlocks
 
 
@@ -220,3 +221,17 @@ def test_graphs_are_captured_before_the_first_token(
     while request.finish_reason is None:
         engine.step()
     assert captured == before and len(request.output_ids) == 24
+
+
+def test_a_step_without_memory_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = load(folder, folder / "drafter")
+    with monkeypatch.context() as patch:
+
+        def full(*given: object) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+        patch.setattr(graphs, "unpack", full)
+        with pytest.raises(CapacityError, match="ran out of memory.*2.00 GiB.*cache_pages$"):
+            llm.generate(prompt(20), greedy(5))
+    assert not llm.engine.has_work
+    assert run(llm, prompt(20), greedy(5)).token_ids == plain(folder, prompt(20), greedy(5))

@@ -140,7 +140,9 @@ class Runner:
             out = self._replay((places, rows, blocks is not None), index, blocks)
         else:
             out = decode_step(self._parts, index, rows, self._moved(blocks), watch)
-        logits = out.logits.clone() if self.keep_logits else None
+        logits = None
+        if self.keep_logits:  # a graph's next replay would overwrite its own
+            logits = out.logits.clone() if self.captures else out.logits
         record, ready = out.record, None
         if self._cuda:
             # Read when the step before the last has been collected: its place in the ring is free.

@@ -112,11 +112,18 @@ class Engine:
         """Advance every running request; finished ones leave.
 
         On CUDA a decode step is launched before the one before it is read, unless the drafter works
-        on the host; so what it did is among the results of the next call.
+        on the host; so what it did is among the results of the next call. Raises CapacityError when
+        the device has no memory left: the requests that were running end, waiting ones go on.
         """
         try:
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
                 return self._step()
+        except torch.OutOfMemoryError as error:
+            self._abandon()
+            raise CapacityError(
+                f"{self.device} ran out of memory in a step: {str(error).splitlines()[0]} Lower "
+                "prefill_chunk, max_requests, tree_nodes or cache_pages"
+            ) from error
         except BaseException:
             self._abandon()
             raise

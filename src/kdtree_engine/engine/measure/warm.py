@@ -27,7 +27,11 @@ def warm(options: Options, counts: Sequence[int], say: Callable[[str], None]) ->
         one = replace(options, rows=(rows,), layers=layers, split=False, free=False)
         command = [sys.executable, "-m", "kdtree_engine.engine.measure.warm"]
         running.append(subprocess.Popen([*command, json.dumps(asdict(one))]))
-    failed = [rows for rows, one in zip(counts, running, strict=True) if one.wait()]
+    try:
+        failed = [rows for rows, one in zip(counts, running, strict=True) if one.wait()]
+    finally:
+        for process in running:  # none outlives an interrupted bench
+            process.terminate()
     say(f"compiled in {time.perf_counter() - began:.0f} s")
     if failed:
         say(f"not compiled beforehand, for an error above: steps of {failed} rows")
