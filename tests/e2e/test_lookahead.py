@@ -231,7 +231,7 @@ def test_a_step_without_memory_is_one_line(folder: Path, monkeypatch: pytest.Mon
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
         patch.setattr(graphs, "unpack", full)
-        with pytest.raises(CapacityError, match="ran out of memory.*2.00 GiB.*cache_pages$"):
+        with pytest.raises(CapacityError, match=r"ran out of memory.*2\.00 GiB.*cache_pages$"):
             llm.generate(prompt(20), greedy(5))
     assert not llm.engine.has_work
     assert run(llm, prompt(20), greedy(5)).token_ids == plain(folder, prompt(20), greedy(5))
