@@ -62,6 +62,14 @@ def test_the_time() -> None:
 NESTED = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
 TWICE = "{% set n = namespace(s='aaaaaaaaaa') %}{% for i in range(99) %}DOUBLE{% endfor %}"
 BIG = "('a' * 8000000)"
+BLOCKS = (
+    "".join(  # each runs the next one twice, and prints nothing
+        f"{{% block a{i} %}}{{% set x = self.a{i + 1}() %}}{{% set x = self.a{i + 1}() %}}"
+        "{% endblock %}"
+        for i in range(40)
+    )
+    + "{% block a40 %}{% endblock %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +124,24 @@ BIG = "('a' * 8000000)"
         ("{% for i in range(99) %}{{ " + BIG + " }}{% endfor %}", "writes over"),
         ("{{ range(1000000) }}", "Range too big"),
         ("{{ strftime_now('%1000000000d') }}", "not a plain format"),
+        ("{{ '%01000000000d' is odd }}", "a str as a number"),
+        ("{{ '%01000000000d' is divisibleby 5 }}", "a str as a number"),
+        (BLOCKS, "rounds of loops"),
+        ("{% set t = 'a' * 1000000 %}{{ t.rfind('ab' + 'a' * 400000) }}", "texts too large"),
+        ("{% set t = 'a' * 1000000 %}{{ t.strip('b' * 1000000 + 'a') }}", "texts too large"),
+        ("{% set t = 'a' * 1000000 %}{{ t | trim('b' * 1000000 + 'a') }}", "texts too large"),
+        ("{% set a = [range(100000) | list] * 1000 %}", "values too large"),
+        ("{% set n = namespace(s=[range(100000) | list]) %}{% for i in range(99) %}"
+         "{% set n.s = n.s + n.s %}{% endfor %}", "values too large"),
+        ("{% set h = range(100000) | list %}"
+         "{{ range(1000) | map(attribute='a', default=h) | list }}", "values too large"),
+        ("{% set h = range(100000) | list %}"
+         "{{ range(1000) | map(attribute='a', default=h) | sort }}", "values too large"),
+        ("{% set a = {}.fromkeys(range(1000), range(100000) | list) %}", "values too large"),
+        ("{% set t = 'a' * 7000000 %}{% for i in range(1000) %}{% set a = t ~ 'b' %}{% endfor %}",
+         "characters in all"),
+        ("{% set t = 'a' * 7000000 %}{% for i in range(1000) %}{% set a = t[1:] %}{% endfor %}",
+         "characters in all"),
         ("x" * (MAX_SOURCE + 1), "characters, over"),
     ],
     ids=lambda value: value[:50] if "{" in value else "",

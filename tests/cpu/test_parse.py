@@ -259,6 +259,16 @@ def test_a_call_cut_inside_its_id_is_left_out() -> None:
     assert calls(f"{CALL}functions.f:0{ARGS}" + '{"a') == [("functions.f:0", "f", '{"a')]
 
 
+def test_a_call_that_a_stop_token_ends_is_a_call() -> None:
+    parser = ChatParser()
+    parser.push('<|tool_call_begin|>functions.f:0{"a": 1}')
+    assert parser.finish(cut=False) == [
+        ToolCallBegin(0, "functions.f:0", "f"),
+        ToolCallArguments(0, '{"a": 1}'),
+        ToolCallEnd(0),
+    ]
+
+
 def test_partial_markers_are_held_back_and_released() -> None:
     parser = ChatParser()
     assert parser.push("a<|im") == [ContentDelta("a")]

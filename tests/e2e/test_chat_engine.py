@@ -18,7 +18,7 @@ from kdtree_engine.checkpoints.templates import Dims
 from kdtree_engine.engine.build import packaged_model
 from kdtree_engine.engine.chat import ChatMessage, TokenReader
 from kdtree_engine.errors import CapacityError, KDTreeError, OptionError, TokenizerError
-from kdtree_engine.tokenizer import Tokenizer
+from kdtree_engine.tokenizer import ChatFormat, Tokenizer
 from kdtree_engine.tokenizer.parse import (
     K2_THINKING,
     ChatParser,
@@ -118,6 +118,27 @@ def test_an_answer_cut_short(llm: LLM) -> None:
         assert "<|" not in answer.content
 
 
+def test_a_stop_token_is_not_part_of_the_answer(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    whole = llm.chat([user("Hello")])
+    ids = whole.output.token_ids
+    place = next(i for i, token in enumerate(ids) if "help" in llm.tokenizer.decode([token]))
+    cut = llm.chat([user("Hello")], SamplingParams(stop_token_ids=[ids[place]]))
+    assert cut.output.token_ids == ids[: place + 1]
+    assert cut.content and whole.content.startswith(cut.content)
+    assert "help" not in cut.content and cut.finish_reason == "stop"
+
+
+def test_the_format_is_read_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_token = SamplingParams(max_tokens=1)
+    prompts = [llm.chat([user("Hello")], one_token, family=name) for name in (None, "k2")]
+    monkeypatch.setattr(ChatFormat, "from_folder", None)
+    again = [llm.chat([user("Hello")], one_token, family=name) for name in (None, "k2")]
+    tokens = [answer.output.prompt_tokens for answer in again]
+    assert tokens == [answer.output.prompt_tokens for answer in prompts]
+    assert tokens[0] != tokens[1]
+
+
 def test_an_abandoned_stream_leaves_nothing_behind(llm: LLM) -> None:
     stream = llm.chat_stream([user("Hello")])
     next(stream)
@@ -140,6 +161,7 @@ WRONG: list[tuple[type[KDTreeError], str, Callable[[LLM], object]]] = [
     (TokenizerError, "image", lambda llm: llm.chat([image()])),
     (TokenizerError, "tools must be a list", lambda llm: llm.chat([user("a")], tools=3)),
     (TokenizerError, "family 'x' is not", lambda llm: llm.chat([user("a")], family="x")),
+    (OptionError, "family \\[\\] must", lambda llm: llm.chat([user("a")], family=[])),
     (OptionError, "must be SamplingParams", lambda llm: llm.chat([user("a")], {"seed": 1})),
     (CapacityError, "positions end", lambda llm: llm.chat([user("a b " * 3000)])),
 ]

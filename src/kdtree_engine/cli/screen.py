@@ -91,7 +91,7 @@ class Screen:
 
     def _write(self, kind: str, text: str) -> None:
         out = sys.stdout if kind == "content" else sys.stderr
-        out.write(text)
+        out.write(text.translate(_STEERING) if out.isatty() else text)
         out.flush()
 
     def _read(self) -> str:
@@ -117,7 +117,7 @@ class Terminal(Screen):
 
     def note(self, text: str) -> None:
         """A line about the conversation."""
-        self._console.out(text, style="dim", highlight=False)
+        self._console.out(text.translate(_STEERING), style="dim", highlight=False)
 
     def _write(self, kind: str, text: str) -> None:
         style = None if kind == "content" else "dim"

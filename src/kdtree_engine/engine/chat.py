@@ -141,18 +141,20 @@ class TokenReader:
                 events += self._parser.push(marker)
         return events
 
-    def finish(self) -> list[ChatEvent]:
-        """The rest, where the output ends."""
-        return self._parser.push(self._text.finish(), self._literal) + self._parser.finish()
+    def finish(self, cut: bool = True) -> list[ChatEvent]:
+        """The rest, where the output ends. cut: as in `ChatParser.finish`."""
+        return self._parser.push(self._text.finish(), self._literal) + self._parser.finish(cut)
 
 
 def read_answer(stream: Iterator[StreamEvent], reader: TokenReader) -> Iterator[ChatDelta]:
     """The steps of a request as those of an answer."""
     answer = PartialAnswer()
     for step in stream:
-        events = reader.push(step.token_ids)
+        stopped = step.output is not None and step.output.finish_reason == "stop"
+        # The token that stopped it may be any of `stop_token_ids`; it is not part of the text.
+        events = reader.push(step.token_ids[:-1] if stopped else step.token_ids)
         if step.output is not None:
-            events += reader.finish()
+            events += reader.finish(cut=not stopped)
         answer.add(events)
         message = None if step.output is None else answer.message(step.output)
         yield ChatDelta(events, step.token_ids, step.step, message)

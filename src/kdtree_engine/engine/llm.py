@@ -92,6 +92,7 @@ class LLM:
             folder, drafter, place, resolve_dtype(dtype, place), config, self.tokenizer
         )
         self._folder = folder
+        self._formats: dict[str | None, ChatFormat] = {}  # by the family asked for
         self._inboxes: dict[int, deque[StepResult]] = {}  # of open streams, by request
 
     def generate(
@@ -177,7 +178,7 @@ class LLM:
         calls = check_messages(messages)
         if self.tokenizer is None:
             raise self._no_tokenizer("chat needs one")
-        chat = ChatFormat.from_folder(self._folder, family)
+        chat = self._format(family)
         options = (thinking, preserve_thinking)
         parts = chat.parts(list(self.tokenizer.special_ids), messages, tools, *options)
         inside = starts_in_reasoning("".join(text for text, _ in parts[-3:]))
@@ -197,6 +198,14 @@ class LLM:
         finally:
             self.engine.cancel(request)
         return torch.cat(request.logits)
+
+    def _format(self, family: str | None) -> ChatFormat:
+        """The chat format, read from the folder once."""
+        if family is not None and not isinstance(family, str):
+            raise OptionError(f"family {family!r:.60} must be a name, or None for the folder's own")
+        if family not in self._formats:
+            self._formats[family] = ChatFormat.from_folder(self._folder, family)
+        return self._formats[family]
 
     def _step(self) -> None:
         """Advance everything; what happened to streamed requests waits for whoever reads them."""

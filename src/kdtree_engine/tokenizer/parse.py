@@ -154,10 +154,12 @@ class ChatParser:
         pieces = self._scanner.literal(text) if literal else self._scanner.push(text)
         return self._read(pieces)
 
-    def finish(self) -> list[ChatEvent]:
-        """The rest, where the output ends. A call without its id's end is left out."""
+    def finish(self, cut: bool = True) -> list[ChatEvent]:
+        """The rest, where the output ends. cut: it broke off, rather than being stopped by the
+        model; then a call without its id's end is left out.
+        """
         events = self._read(self._scanner.literal(""))
-        if self._state is _State.HEADER:
+        if cut and self._state is _State.HEADER:
             self._header.clear()
         events += self._leave()
         self._state = _State.DONE

@@ -2,7 +2,7 @@
 
 jinja2's immutable sandbox keeps a template from Python's internals and from changing what it is
 given. It does not bound work, so here every loop, macro and operation that can make much out of
-little reports to a `Budget`:
+little reports to a `Budget` (budget.py):
 
 - loops and macros count their rounds (also a loop's condition, and recursion), by a call that is
   planted into their bodies when the template is compiled;
@@ -11,7 +11,8 @@ little reports to a `Budget`:
   before they run, `**` and `text % values` are refused, filters and string methods come from short
   lists;
 - containers are weighed where they are built and where they become text, so lists that hold one
-  list many times over do not explode;
+  list many times over do not explode, nor does comparing them;
+- methods of texts that take quadratic time are refused where that is long;
 - each of these looks at the clock too.
 
 Not bounded: a single comparison, `in` or slice, which costs no more than the largest text or list
@@ -22,17 +23,7 @@ from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import (
-    Callable,
-    ItemsView,
-    Iterable,
-    Iterator,
-    KeysView,
-    Mapping,
-    ValuesView,
-)
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import wraps
 from types import GeneratorType
@@ -47,13 +38,16 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from kdtree_engine.errors import TokenizerError
-
-MAX_ROUNDS = 500_000  # of loops and macros
-MAX_TEXT = 8_000_000  # characters of one text, items of one list
-MAX_EMITTED = 32_000_000  # characters in all, captured ones too
-MAX_WEIGHT = 500_000  # values inside one container, each as often as it is reached
-MAX_SECONDS = 10.0
-MAX_BITS = 128  # of whole numbers in arithmetic
+from kdtree_engine.tokenizer.budget import (
+    MAX_BITS,
+    MAX_SEARCH,
+    MAX_WEIGHT,
+    fits,
+    sized,
+    spend,
+    text_of,
+    weight_of,
+)
 
 TEXT_FILTERS = ("capitalize", "e", "escape", "float", "int", "lower", "safe", "string", "title")
 LIST_FILTERS = (
@@ -67,70 +61,11 @@ TEXT_METHODS = (
     *("removesuffix", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "split", "splitlines"),
     *("startswith", "strip", "swapcase", "title", "upper"),
 )
+# Filters that compare items before there is a result, and methods that take |text| x |argument|.
+COMPARING = ("dictsort", "groupby", "max", "min", "sort", "unique")
+QUADRATIC = ("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip")
 JINJA_KEYWORDS = ("_loop_vars", "_block_vars")  # jinja2's own, for what takes a context
 _TIME_FORMAT = re.compile(r"(?:%-?[a-zA-Z%]|[^%])*")
-
-
-class Budget:
-    """What one rendering may still use. Raises TokenizerError where it is used up."""
-
-    def __init__(self) -> None:
-        self.rounds = MAX_ROUNDS
-        self.emitted = MAX_EMITTED
-        self.deadline = time.monotonic() + MAX_SECONDS
-
-    def spend(self, rounds: int = 1, emitted: int = 0) -> None:
-        self.rounds -= rounds
-        self.emitted -= emitted
-        if self.rounds < 0:
-            raise TokenizerError(f"the chat template runs more than {MAX_ROUNDS} rounds of loops")
-        if self.emitted < 0:
-            raise TokenizerError(f"the chat template writes over {MAX_EMITTED} characters")
-        if time.monotonic() > self.deadline:
-            raise TokenizerError(f"the chat template runs longer than {MAX_SECONDS:g} s")
-
-
-_budget: ContextVar[Budget] = ContextVar("budget")
-
-
-def spend(rounds: int = 1, emitted: int = 0) -> None:
-    """Charge the rendering that is going on, if any (filters also run when none is)."""
-    budget = _budget.get(None)
-    if budget is not None:
-        budget.spend(rounds, emitted)
-
-
-def fits(size: int) -> None:
-    """Raises TokenizerError if a text or list of this size must not be made."""
-    spend()
-    if size > MAX_TEXT:
-        raise TokenizerError(f"the chat template makes a text or list of over {MAX_TEXT} items")
-
-
-def sized(value: Any) -> Any:
-    """The same value, if what can be reached in it is bounded. Raises TokenizerError."""
-    spend()
-    weight, stack = 0, [value]
-    while stack:
-        item = stack.pop()
-        weight += 1
-        if isinstance(item, Mapping):
-            stack += item.keys()
-            stack += item.values()
-        elif isinstance(item, list | tuple | set | frozenset | KeysView | ValuesView | ItemsView):
-            stack += item
-        elif isinstance(item, Namespace):  # could hold itself, or one thing many times over
-            raise TokenizerError("the chat template prints a namespace: not supported")
-        elif isinstance(item, str):
-            weight += len(item) // 16
-        if weight + len(stack) > MAX_WEIGHT:
-            raise TokenizerError("the chat template builds values too large to print")
-    return value
-
-
-def text_of(value: Any) -> str:
-    """A value as the template prints it, if that is bounded."""
-    return value if isinstance(value, str) else str(sized(value))
 
 
 def emit(value: Any) -> Any:
@@ -199,6 +134,13 @@ def strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+def sliced(value: Any) -> Any:
+    """What `[a:b]` gave."""
+    if hasattr(value, "__len__"):
+        fits(len(value))
+    return value
+
+
 def _dict(*args: Any, **kwargs: Any) -> Any:
     return sized(dict(*args, **kwargs))
 
@@ -209,22 +151,52 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
         yield item
 
 
-def _charged(function: Callable[..., Any], is_text: bool) -> Callable[..., Any]:
+def _charged(name: str, function: Callable[..., Any], is_text: bool) -> Callable[..., Any]:
     """A filter that pays for the items it gets, and for those it hands on one by one."""
     place = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)
-    def charged(*args: Any, **kwargs: Any) -> Any:
+    def charged(*given: Any, **kwargs: Any) -> Any:
+        args = list(given)
         value = args[place] if len(args) > place else None
-        if not isinstance(value, str) and is_text:
+        if name in COMPARING and isinstance(value, GeneratorType):
+            value = args[place] = list(value)
+        if not isinstance(value, str) and (is_text or name in COMPARING):
             sized(value)
+        if name == "trim":
+            _check_search(text_of(value), args[place + 1 :], kwargs)
         spend(1 + (len(value) if isinstance(value, list | tuple | range | Mapping) else 0))
-        result = function(*args, **kwargs)
-        if isinstance(result, str):
-            fits(len(result))
+        result = _bounded(function(*args, **kwargs))
         return _counted(result) if isinstance(result, GeneratorType) else result
 
     return charged
+
+
+def _bounded(result: Any) -> Any:
+    """The same result of a filter or a call, if it is not too large."""
+    if isinstance(result, str):
+        fits(len(result))
+    elif isinstance(result, list | tuple | dict):
+        sized(result)
+    return result
+
+
+def _check_search(text: str, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, str) and len(text) * len(argument) > MAX_SEARCH:
+            raise TokenizerError("the chat template searches or strips texts too large")
+
+
+def _numeric(test: Callable[..., Any]) -> Callable[..., Any]:
+    """A test that computes `value % number`, which formats where the value is a text."""
+
+    @wraps(test)
+    def checked(value: Any, *args: Any) -> Any:
+        if not isinstance(value, int | float):
+            raise TokenizerError(f"the chat template tests a {type(value).__name__} as a number")
+        return test(value, *args)
+
+    return checked
 
 
 class Generation(Extension):
@@ -273,6 +245,10 @@ class Planter(NodeTransformer):
         self.generic_visit(node)
         return _call("sized", [node]) if node.ctx == "load" else node
 
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("sliced", [node]) if isinstance(node.arg, nodes.Slice) else node
+
     def visit_Include(self, node: nodes.Node) -> nodes.Node:
         raise TokenizerError(f"the chat template loads another (line {node.lineno}): not supported")
 
@@ -295,6 +271,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["+", "-", "*", "/", "//", "**", "%"])
     join_texts = staticmethod(join_texts)
     sized = staticmethod(sized)
+    sliced = staticmethod(sliced)
 
     def __init__(self) -> None:
         super().__init__(
@@ -307,13 +284,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
         own = {"replace": replace, "join": join, "indent": indent, "tojson": tojson}
         self.filters = {
-            **{name: _charged(self.filters[name], True) for name in TEXT_FILTERS},
+            **{name: _charged(name, self.filters[name], True) for name in TEXT_FILTERS},
             **{
-                name: _charged(self.filters[name], name in ("trim", "upper"))
+                name: _charged(name, self.filters[name], name in ("trim", "upper"))
                 for name in LIST_FILTERS
             },
             **own,
         }
+        tests: dict[str, Any] = dict(self.tests)
+        numeric = {name: _numeric(tests[name]) for name in ("divisibleby", "even", "odd")}
+        self.tests = {**tests, **numeric}
         self.globals = {
             "range": self.globals["range"],  # the sandbox's, of at most 100,000 numbers
             "namespace": Namespace,
@@ -324,8 +304,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def tick(literal: int = 0) -> bool:
-        """One more round; `literal`: how much text a round may write without being asked."""
-        spend(emitted=literal)
+        """One more round, which `call` has charged; `literal`: what it may write unasked."""
+        spend(rounds=0, emitted=literal)
         return True
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -339,7 +319,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             _check_product(left, right)
         if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
             fits(len(left) + len(right))
-        return super().call_binop(context, operator, left, right)
+        result = super().call_binop(context, operator, left, right)
+        return result if isinstance(result, str) else _bounded(result)
 
     def wrap_str_format(self, value: Any) -> None:
         """`text.format`, whose widths make much out of little, is refused."""
@@ -350,9 +331,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
     # The names are mangled in the base class too, so that keywords cannot collide with them.
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls: of the methods of texts only those whose result is no larger than the text."""
+        spend()
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str):
-            spend()
             name = __obj.__name__
             kwargs = {key: kwargs[key] for key in kwargs if key not in JINJA_KEYWORDS}
             if name == "replace":
@@ -361,26 +342,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 return join(args[0] if args else (), owner)
             if name not in TEXT_METHODS:
                 raise TokenizerError(f"the chat template calls {name!r} of a text: not supported")
-            result = __obj(*args, **kwargs)
-            if isinstance(result, str):
-                fits(len(result))
-            return result
-        return super().call(__context, __obj, *args, **kwargs)
+            if name in QUADRATIC:
+                _check_search(owner, args, kwargs)
+            return _bounded(__obj(*args, **kwargs))
+        return _bounded(super().call(__context, __obj, *args, **kwargs))
 
 
 def _check_product(left: Any, right: Any) -> None:
     for one, other in ((left, right), (right, left)):
         if isinstance(one, int) and hasattr(other, "__len__"):
             fits(max(one, 0) * len(other))
-            if not isinstance(other, str):
-                sized(other)
-
-
-class rendering:
-    """`with rendering():` what runs inside has a budget of its own."""
-
-    def __enter__(self) -> None:
-        self._token = _budget.set(Budget())
-
-    def __exit__(self, *error: object) -> None:
-        _budget.reset(self._token)
+            if not isinstance(other, str) and max(one, 0) * weight_of(other) > MAX_WEIGHT:
+                raise TokenizerError("the chat template builds values too large")

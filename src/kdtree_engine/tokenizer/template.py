@@ -11,7 +11,8 @@ import jinja2
 
 from kdtree_engine.errors import TokenizerError
 from kdtree_engine.tokenizer.base import CONFIG_FILE
-from kdtree_engine.tokenizer.sandbox import MAX_EMITTED, Planter, Sandbox, rendering
+from kdtree_engine.tokenizer.budget import MAX_EMITTED, rendering
+from kdtree_engine.tokenizer.sandbox import Planter, Sandbox
 from kdtree_engine.tokenizer.vocabulary import read_file
 
 TEMPLATE_FILE = "chat_template.jinja"
