@@ -15,8 +15,8 @@ little reports to a `Budget` (budget.py):
 - methods of texts that take quadratic time are refused where that is long;
 - each of these looks at the clock too.
 
-Not bounded: a single comparison, `in` or slice, which costs no more than the largest text or list
-allowed here; memory is bounded only through the sizes above.
+Not bounded: a single comparison or `in`, which costs no more than the largest text or value allowed
+here. Memory is bounded by the sum of all text and lists that are made.
 """
 
 from __future__ import annotations
