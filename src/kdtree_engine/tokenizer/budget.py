@@ -77,15 +77,15 @@ def weight_of(value: Any) -> int:
     while stack:
         item = stack.pop()
         weight += 1
-        if isinstance(item, Mapping):
+        if isinstance(item, str):  # first, since most are
+            weight += len(item) // 16
+        elif isinstance(item, dict | Mapping):
             stack += item.keys()
             stack += item.values()
         elif isinstance(item, list | tuple | set | frozenset | KeysView | ValuesView | ItemsView):
             stack += item
         elif isinstance(item, Namespace):  # could hold itself, or one thing many times over
             raise TokenizerError("the chat template prints a namespace: not supported")
-        elif isinstance(item, str):
-            weight += len(item) // 16
         if weight + len(stack) > MAX_WEIGHT:
             raise TokenizerError("the chat template builds values too large")
     return weight
