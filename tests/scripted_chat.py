@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -71,6 +72,7 @@ def endless() -> Iterator[list[ChatEvent]]:
 
 
 def main() -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits "ignore"
     with pytest.MonkeyPatch.context() as patch:
         install(ScriptedLLM(endless(), [[ContentDelta("second answer")]], endless()), patch)
         return cli.run(["chat", *sys.argv[1:]])

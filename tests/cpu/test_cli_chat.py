@@ -35,6 +35,16 @@ HELLO += [[ContentDelta("lo!")]]
 CALL = [[ToolCallBegin(0, "functions.f:0", "f"), ToolCallArguments(0, '{"a":'), ToolCallEnd(0)]]
 
 
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Ctrl-C means something, also where a shell ran the tests in its background, which ignores
+    it and hands that on.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def talk(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -257,9 +267,6 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(session: Session) -> None:
     assert session.process.poll() is None
     session.type("more\n")
     session.until("second answer(.|\n)*> ")
-    # Python's readline shows the prompt a moment before it waits for keys, and a signal in between
-    # shows at the next key only; nobody is that fast, but this test is.
-    time.sleep(1.0)
     session.process.send_signal(signal.SIGINT)  # at the prompt: the line is dropped
     session.until("> ")
     session.type("/stats\n")
