@@ -92,11 +92,15 @@ class Runner:
         self._landed = 0.0  # when the last step was collected
         self._ring: list[Tensor] = []
         if self._cuda:
-            rows = parts.policy.nodes + 1
+            rows = self._most_rows
             size = most_requests * width(rows, rows)
             self._ring = [
                 torch.empty(size, dtype=torch.int64, pin_memory=True) for _ in range(MOST_FLIGHTS)
             ]
+
+    @property
+    def _most_rows(self) -> int:
+        return self._parts.policy.most_rows(self._parts.drafter.horizon)
 
     @property
     def in_flight(self) -> int:
@@ -112,7 +116,7 @@ class Runner:
         if not self.captures:
             return requests, rows
         places = min(self._most, 1 << (requests - 1).bit_length())
-        return places, 1 if rows == 1 else self._parts.policy.nodes + 1
+        return places, 1 if rows == 1 else self._most_rows
 
     def graph(self, requests: int, rows: int, given: bool) -> torch.cuda.CUDAGraph:
         """The graph of a step that was launched before, its inputs the last launch's: for measuring

@@ -180,10 +180,10 @@ class Engine:
             return
         self.runner.prepare(count, 1, None)
         if self._drafts:
-            nodes = self.policy.nodes
-            places, _ = self.runner.bucket(count, nodes + 1)
-            blocks = stack_blocks([], places, self.drafter.horizon, nodes)
-            self.runner.prepare(count, nodes + 1, blocks)
+            rows = self.policy.most_rows(self.drafter.horizon)
+            places, _ = self.runner.bucket(count, rows)
+            blocks = stack_blocks([], places, self.drafter.horizon, self.policy.nodes)
+            self.runner.prepare(count, rows, blocks)
 
     def _device_rows(self, reach: int) -> int:
         """Rows of a tree whose drafter works on the device and proposes `reach` depths."""

@@ -18,6 +18,10 @@ class TreePolicy:
     nodes: int
     chain: bool = False
 
+    def most_rows(self, horizon: int) -> int:
+        """Rows of the largest tree, root included, over `horizon` drafted depths."""
+        return 1 + (min(self.nodes, horizon) if self.chain else self.nodes)
+
     def size(self, widths: Sequence[int]) -> int:
         """Nodes of the tree over `widths[d]` candidates at each depth d that it may reach."""
         total, level = 0, 1

@@ -106,7 +106,8 @@ def draft(
     """Trees of `rows` rows, padding included; of one row without asking anybody."""
     if rows > 1 and blocks is None:
         assert parts.drafter.on_device, "a host drafter's blocks come with the step"
-        blocks = parts.drafter.propose(standing.for_drafter(), rows - 1)
+        # so many in every step, whatever its rows: a guess's bits do not follow the step's size
+        blocks = parts.drafter.propose(standing.for_drafter(), parts.policy.nodes)
     if rows == 1 or blocks is None:
         tokens = standing.root.new_empty((standing.root.shape[0], 0, 0))
         blocks = DraftBlocks(tokens, tokens.float())
