@@ -76,16 +76,27 @@ def counted() -> Iterator[Counter[str]]:
 
 def load(device: str) -> Counter[str]:
     """What runs under the tools; launches by kernel."""
+    began = time.perf_counter()
     with torch.inference_mode(), counted() as seen:
-        _packaged(device)
+        for nodes in (0, 15, "chain:7"):
+            _packaged(device, nodes)
+            _report(f"packaged model, {nodes} nodes", seen, began)
         _tiny(torch.device(device))
+        _report("tiny K2.6", seen, began)
         _operators(torch.device(device))
         if device == "cuda":
             torch.cuda.synchronize()
+        _report("operators", seen, began)
     return seen
 
 
-def _packaged(device: str) -> None:
+def _report(part: str, seen: Counter[str], began: float) -> None:
+    """What has run so far: a tool that is cut off shows how far it came."""
+    print(f"{part}: done after {time.perf_counter() - began:.1f} s", flush=True)
+    print(MARK + json.dumps(seen), flush=True)
+
+
+def _packaged(device: str, nodes: int | str) -> None:
     """Prefill, DFlash, a tree and a chain, plain steps; greedy, sampled, and with every filter."""
     from kdtree_engine import LLM, SamplingParams
 
@@ -97,13 +108,12 @@ def _packaged(device: str) -> None:
         ),
     ]
     prompts = [list(range(40, 40 + length)) for length in (70, 5, 129)]
-    for nodes in (0, 15, "chain:7"):
-        llm = LLM(
-            device=device, dtype="bfloat16", tree_nodes=nodes, cache_pages=12, max_requests=3,
-            eager=True, prefill_chunk=128,
-        )  # fmt: skip
-        outputs = llm.generate(prompts, settings)
-        assert all(out.error is None and len(out.token_ids) == 4 for out in outputs)
+    llm = LLM(
+        device=device, dtype="bfloat16", tree_nodes=nodes, cache_pages=12, max_requests=3,
+        eager=True, prefill_chunk=128,
+    )  # fmt: skip
+    outputs = llm.generate(prompts, settings)
+    assert all(out.error is None and len(out.token_ids) == 4 for out in outputs)
 
 
 def _tiny(device: torch.device) -> None:
@@ -207,7 +217,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.load:
-        print(MARK + json.dumps(load(args.device)))
+        load(args.device)
         return 0
     args.sanitizer = (
         args.sanitizer
