@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kdtree_engine.kernels import cache_commit, gumbel, sample, top_k, tree_accept
+from kdtree_engine.kernels import cache_commit, gumbel, logit_edits, sample, top_k, tree_accept
 from kdtree_engine.kernels import tree_build as build
 from kdtree_engine.kernels import tree_mask as mask
 
@@ -31,6 +31,16 @@ def launches(device: str = "meta") -> None:
         for k in (63, 1):
             top_k._launch_top(empty(HORIZON, VOCAB, dtype=dtype), k)
             top_k._launch_top(empty(HORIZON, VOCAB, dtype=dtype), k, *noise)
+
+    top_k._launch_log_probs(logits, empty(ROWS), top_k.LOG_PROBS)
+
+    state = logit_edits.empty_edits(2, VOCAB, device)
+    for rows in (1, 16, ROWS):
+        tree = empty(1, rows)
+        edited = empty(rows, VOCAB, dtype=torch.float32)
+        logit_edits._launch_edits(edited, state, empty(1), tree, tree, tree)
+    for length in (1, HORIZON + 1, ROWS):
+        logit_edits._launch_remember(state, empty(1), empty(1, length), empty(1))
 
     places = build.TreePlaces(empty(1), column(1, torch.int32), empty(1))
     for horizon, ranks, budget in ((HORIZON, 63, 63), (1, 1, 1), (0, 0, 0), (64, 64, 63)):

@@ -31,7 +31,14 @@ TYPES = {
     torch.uint8: "*u8",
     torch.bool: "*i1",
 }
-OPTIONS = ("num_warps", "num_stages", "num_ctas", "launch_pdl", "maxnreg")
+OPTIONS = (
+    "num_warps",
+    "num_stages",
+    "num_ctas",
+    "launch_pdl",
+    "maxnreg",
+    "enable_fp_fusion",
+)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,21 @@ from kdtree_engine.kernels.top_k import reference
 
 MAX_K = 64
 MAX_VOCAB = 2**20
+
+LOG_PROBS = 20
+"""Likeliest tokens whose log-probabilities the engine keeps of a row. One number for every step and
+request, so that one compilation makes all the bits; who wants fewer takes the first of them.
+"""
+
+
+class TokenLogProbs(NamedTuple):
+    """Log-probabilities of R rows. chosen: [R] float32, of the given tokens. values: [R, k] float32
+    and tokens: [R, k] int64, the likeliest first, of equal ones the smaller token.
+    """
+
+    chosen: Tensor
+    values: Tensor
+    tokens: Tensor
 
 
 def top_log_probs(
@@ -44,6 +61,35 @@ def top_log_probs(
     return reference.top_log_probs(logits, k, temperature, seeds, positions)
 
 
+def token_log_probs(logits: Tensor, chosen: Tensor, k: int = LOG_PROBS) -> TokenLogProbs:
+    """log-softmax of logits [R, V] float32, V < 2^19, at chosen [R] int64 and at the k likeliest
+    tokens, k <= 64, cut to V.
+
+    log-probability = logit - logsumexp over the vocabulary; a forbidden token's is -inf. The chosen
+    token's is that in the list, to the bit, where it is there. A row with a NaN, with +inf or
+    without a finite logit has no finite log-probability. A row's result depends on that row, V and
+    k alone, to the bit. Two launches on CUDA, none of which waits.
+    """
+    rows, vocab = logits.shape
+    assert logits.dtype == torch.float32 and 0 < vocab < 2**19, f"logits [{rows}, {vocab}]"
+    assert chosen.shape == (rows,) and chosen.dtype == torch.int64, f"chosen {list(chosen.shape)}"
+    assert 0 < k <= MAX_K, f"{k} log-probabilities a row"
+    if has_kernel(logits) and rows > 0:
+        return _launch_log_probs(logits, chosen, k)
+    return TokenLogProbs(*reference.token_log_probs(logits, chosen, k))
+
+
+def _launch_log_probs(logits: Tensor, chosen: Tensor, k: int, chunk: int = 2048) -> TokenLogProbs:
+    # The order of a sum may follow what Triton knows of the rows' alignment: so rows lie side by
+    # side, and a part of a tensor that begins elsewhere is copied.
+    if not (logits.is_contiguous() and logits.data_ptr() % 16 == 0):
+        logits = logits.clone(memory_format=torch.contiguous_format)
+    rows = logits.view(-1).view(logits.shape)  # a single row's stride could be anything
+    picked = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
+    listed = _launch_top(rows, k, chunk=chunk, chosen=(chosen.contiguous(), picked))
+    return TokenLogProbs(picked, *listed)
+
+
 def _launch_top(
     logits: Tensor,
     k: int,
@@ -54,9 +100,11 @@ def _launch_top(
     warps: int = 8,
     run: int = 0,
     merge_warps: int = 16,
+    chosen: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The operator by kernels. chunk: tokens a program; run: tokens of which the largest is kept,
-    a power of two from 4 on. They change no token.
+    a power of two from 4 on. They change no token. chosen: [R] int64, tokens whose
+    log-probabilities are written to the other, [R] float32.
     """
     from triton import next_power_of_2
 
@@ -92,11 +140,11 @@ def _launch_top(
     )  # fmt: skip
     kernel.merge_kernel[(rows,)](
         logits, temperature, seeds, positions, keys, largest, sums, listing, found,
-        log_probs, tokens, vocab, stride, runs, chunks, k,
+        log_probs, tokens, *(chosen or (None, None)), vocab, stride, runs, chunks, k,
         MOST=most, RUNS=next_power_of_2(runs), CHUNKS=next_power_of_2(chunks),
         num_warps=merge_warps, **options,
     )  # fmt: skip
     return log_probs, tokens
 
 
-__all__ = ["top_log_probs"]
+__all__ = ["LOG_PROBS", "TokenLogProbs", "token_log_probs", "top_log_probs"]

@@ -2,7 +2,8 @@
 
     top_runs_kernel  a chunk of a row a program: the largest value of each run of SUB tokens, the
                      chunk's largest, and the sum of exp(value - largest)
-    merge_kernel     a row a program: the K largest tokens, sorted; log-sum-exp
+    merge_kernel     a row a program: the K largest tokens, sorted; log-sum-exp; and, where asked
+                     for, the log-probability of one more token
 
 A value is compared as the int32 that has its order (NaN highest, both zeros alike). The K largest
 tokens lie in the K runs with the largest values, so a few runs are picked, then a few of their
@@ -135,6 +136,8 @@ def merge_kernel(
     found,  # [R, MOST] int64, scratch
     log_probs,  # [R, K] float32, outputs
     tokens,  # [R, K] int64
+    chosen,  # [R] int64 or None: tokens whose log-probabilities are wanted too
+    chosen_log_probs,  # [R] float32 or None, output
     vocab,
     stride,
     runs,
@@ -159,6 +162,12 @@ def merge_kernel(
     safe = tl.where(top == float("-inf"), 0.0, top)
     scaled = tl.where(tops == float("-inf"), 0.0, tl.exp(tops - safe))
     total = safe + tl.log(tl.sum(parts * scaled, 0))
+    if chosen is not None:
+        pick = tl.load(chosen + row)
+        inside = (pick >= 0) & (pick < vocab)
+        value = tl.load(logits + row * stride + pick, mask=inside, other=float("nan"))
+        # by way of the key, as below: the same bits where the token is among the K
+        tl.store(chosen_log_probs + row, _value(_key(value.to(tl.float32))) - total)
 
     # a run beyond the vocabulary has LOWEST and is not taken, unless all are: it does no harm
     listing, found = listing + row * MOST, found + row * MOST

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kdtree_engine.kernels.gumbel import gumbel
+from kdtree_engine.kernels.sample.reference import MASS_ONE, ROW_UNIT, masses, weigh
 
 
 def perturb(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -30,6 +31,27 @@ def top_log_probs(
         logits = perturb(logits, temperature, seeds, positions)
     values, ids = _largest(logits, min(k, logits.shape[-1]))
     return values - torch.logsumexp(logits, -1, keepdim=True), ids
+
+
+def log_sums(logits: Tensor) -> Tensor:
+    """log-sum-exp [R] float32 of logits [R, V] float32, V < 2^19.
+
+    torch's own adds up a row in an order that follows the number of rows. Masses are integers, so
+    their sum has no order; cutting them to 44 bits moves the result by less than 2^-25.
+    """
+    top = logits.amax(-1, keepdim=True)
+    base = torch.where(top == -torch.inf, 0.0, top)
+    mass = masses(weigh(logits - base)).sum(-1, keepdim=True).double() / MASS_ONE
+    # a whole vector a row, so that every row's logarithm takes the same path
+    logarithm = mass.repeat(1, ROW_UNIT).log()[:, :1]
+    return (base.double() + logarithm).float()[:, 0]
+
+
+def token_log_probs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See the operator."""
+    total = log_sums(logits)[:, None]
+    values, tokens = _largest(logits, min(k, logits.shape[1]))
+    return (logits.gather(1, chosen[:, None]) - total)[:, 0], values - total, tokens
 
 
 def _largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
