@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kdtree_engine.engine.llm import LLM
-    from kdtree_engine.engine.request import SamplingParams
+    from kdtree_engine.engine.sampling_params import SamplingParams
 
 __all__ = ["LLM", "SamplingParams"]
 
-_HOMES = {"LLM": ".engine.llm", "SamplingParams": ".engine.request"}
+_HOMES = {"LLM": ".engine.llm", "SamplingParams": ".engine.sampling_params"}
 
 
 def __getattr__(name: str) -> Any:

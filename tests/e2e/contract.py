@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -28,7 +28,7 @@ from kdtree_engine.drafter.ngram import NgramDrafter
 from kdtree_engine.drafter.none import NoDrafter
 from kdtree_engine.drafter.random import RandomDrafter
 from kdtree_engine.drafter.replay import ReplayDrafter
-from kdtree_engine.engine.request import StepTrace
+from kdtree_engine.engine.request import StepTrace, TokenLogProb
 
 MAIN_AXES: Axes = {  # `make exact` runs their full product
     "model": MODELS,
@@ -43,6 +43,7 @@ OTHER_AXES: Axes = {
     "lengths": ("short", "page", "tiles", "block", "mixed"),
     "prefix": ("miss", "prompt", "decoded"),
     "pages": ("ordered", "scrambled"),
+    "options": ("none", "penalties", "forbidden", "log_probs"),
 }
 AXES: Axes = {**MAIN_AXES, **OTHER_AXES}
 
@@ -81,6 +82,7 @@ class Case:
     lengths: str
     prefix: str
     pages: str
+    options: str = "none"
     seed: int = 0
     variant: int = 0
 
@@ -106,12 +108,15 @@ def product_cases() -> Iterator[Case]:
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """Plain decoding: tokens are prompt and output, logits[i] chose tokens[prompt + i]."""
+    """Plain decoding: tokens are prompt and output, logits[i] chose tokens[prompt + i]; told: what
+    it was told of their likelihoods.
+    """
 
     tokens: list[int]
     prompt: int
     logits: Tensor
     seed: int
+    told: tuple[list[TokenLogProb], list[TokenLogProb]] = ([], [])
 
 
 @dataclass(frozen=True)
@@ -150,19 +155,29 @@ class Contract:
             loaded = self.models.load(case.model, case.dtype)
             seed = 100 * case.variant + 10 * list(SHORTEST).index(lengths) + index
             prompt = loaded.prompt(SHORTEST[lengths], seed)
-            job = Job(prompt, sampling_params(case.sampling, SPREAD[lengths] + MOST_NEW, seed))
-            config = EngineConfig(0, prefill_chunk=512, cache_pages=pages_of([job]), max_requests=1)
-            [run] = run_jobs(make_engine(loaded, lambda _: NoDrafter(), config), [job])
-            tokens = prompt + run.tokens
-            self._truths[key] = Truth(tokens, len(prompt), torch.stack(run.logits), seed)
+            params = sampling_params(case.sampling, SPREAD[lengths] + MOST_NEW, seed)
+            self._truths[key] = plain(loaded, Job(prompt, params), seed)
+        return self._truths[key]
+
+    def truth_with_options(self, case: Case, job: Job, truth: Truth) -> Truth:
+        """Plain decoding of this very prompt under the job's options, as far as any job goes."""
+        key = (case.model, case.dtype, tuple(job.prompt), repr(job.params))
+        if key not in self._truths:
+            loaded = self.models.load(case.model, case.dtype)
+            self._truths[key] = plain(loaded, replace(job, join=0), truth.seed)
         return self._truths[key]
 
     def check(self, case: Case) -> Report:
         """Run a case and compare every token with its truth."""
         loaded = self.models.load(case.model, case.dtype)
-        truths = [self.truth(case, *which) for which in _prompts(case)]
-        jobs = _jobs(case, truths)
-        earlier = _earlier_jobs(case, truths, jobs)
+        known = [self.truth(case, *which) for which in _prompts(case)]
+        jobs = _jobs(case, known)
+        earlier = _earlier_jobs(case, known, jobs)
+        truths = list(known)
+        for index, (job, truth) in enumerate(zip(jobs, known, strict=True)):
+            if case.options != "none" and index % 3 < 2:  # the third has none, but such company
+                jobs[index] = replace(job, params=with_options(case, job, truth))
+                truths[index] = self.truth_with_options(case, jobs[index], truth)
         chain = case.nodes == "chain"
         config = EngineConfig(
             CHAIN if chain else int(case.nodes),
@@ -180,12 +195,11 @@ class Contract:
         engine.scheduler.prefill_chunk = case.chunk
         runs = run_jobs(engine, jobs)
         for job, run in zip(jobs, runs, strict=True):
-            found = 0 if case.prefix == "miss" else (len(job.prompt) - 1) // PAGE_SIZE * PAGE_SIZE
+            missed = case.prefix == "miss" or job.params.prompt_logprobs is not None
+            found = 0 if missed else (len(job.prompt) - 1) // PAGE_SIZE * PAGE_SIZE
             assert run.request.stats.cached_tokens == found, f"{case}: prefix cache"
         named = [
-            *zip(
-                [f"earlier {index}" for index in range(len(before))], before, truths, strict=False
-            ),
+            *zip([f"earlier {index}" for index in range(len(before))], before, known, strict=False),
             *zip([str(index) for index in range(len(runs))], runs, truths, strict=True),
         ]
         found_ones = [first_difference(str(case), *item) for item in named]
@@ -205,6 +219,35 @@ def sampling_params(sampling: str, new: int, seed: int) -> SamplingParams:
     )
 
 
+def with_options(case: Case, job: Job, truth: Truth) -> SamplingParams:
+    """The job's settings with the case's options, which change what plain decoding says: what it
+    says without them is forbidden in part.
+    """
+    if case.options == "log_probs":
+        scored = 2 if case.prefix == "miss" else None
+        return replace(job.params, logprobs=3, prompt_logprobs=scored)
+    if case.options == "penalties":
+        return replace(
+            job.params, repetition_penalty=1.2, frequency_penalty=0.4, presence_penalty=0.3
+        )
+    said = truth.tokens[len(job.prompt) :]
+    return replace(
+        job.params,
+        bad_words=[said[:1], said[2:4], [*job.prompt[-1:], said[1]]],
+        logit_bias={said[3]: -2.0, said[4]: 1.5},
+        stop_token_ids=[said[5]],
+        min_tokens=job.params.max_tokens,
+    )
+
+
+def plain(loaded: Loaded, job: Job, seed: int) -> Truth:
+    """One request alone, without drafts, in pieces of 512, pages in order."""
+    config = EngineConfig(0, prefill_chunk=512, cache_pages=pages_of([job]), max_requests=1)
+    [run] = run_jobs(make_engine(loaded, lambda _: NoDrafter(), config), [job])
+    tokens = [*job.prompt, *run.tokens]
+    return Truth(tokens, len(job.prompt), torch.stack(run.logits), seed, run.told)
+
+
 def first_difference(case: str, name: str, run: Run, truth: Truth) -> Violation | None:
     """Compare what a request emitted with the truth that its prompt begins."""
     start = run.request.prompt_tokens
@@ -221,6 +264,8 @@ def first_difference(case: str, name: str, run: Run, truth: Truth) -> Violation 
             f"of {len(row)} logits differ, by {float(off.max()):.3g} at most; {origin}"
         )
         return Violation(case, name, start + offset, what)
+    if run.told != (truth.told[0][: len(run.tokens)], truth.told[1]):
+        return Violation(case, name, start, "log-probabilities are not plain decoding's")
     if len(run.tokens) == run.request.most_tokens:
         return None
     what = f"ended early: {run.request.finish_reason}, {run.request.error}"

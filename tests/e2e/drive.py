@@ -15,7 +15,7 @@ from kdtree_engine.cache import CacheLayout, CachePool, allocate_pool, pages_for
 from kdtree_engine.config import EngineConfig
 from kdtree_engine.drafter.base import Drafter
 from kdtree_engine.engine.loop import Engine
-from kdtree_engine.engine.request import Request, StepResult, StepTrace
+from kdtree_engine.engine.request import Request, StepResult, StepTrace, TokenLogProb
 
 CHECK_EVERY = 16  # steps between two integrity checks
 MakeDrafter = Callable[[CachePool], Drafter]
@@ -39,6 +39,11 @@ class Run:
     logits: list[Tensor] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
     traces: list[StepTrace] = field(default_factory=list)
+
+    @property
+    def told(self) -> tuple[list[TokenLogProb], list[TokenLogProb]]:
+        """What it was told of its output and its prompt."""
+        return self.request.log_probs, self.request.prompt_log_probs
 
 
 def make_engine(

@@ -24,12 +24,12 @@ class Pretend(Runner):
         return StepOutput(out.record.clone(), out.logits)
 
     def _capture(self, key: Any, like: DraftBlocks | None) -> Any:
-        count, rows, _ = key
+        count, rows, _, options = key
         places = torch.full((count,), self._parts.state.dummy)
         blocks = None if like is None else DraftBlocks(like.tokens.clone(), like.log_probs.clone())
 
         def step() -> StepOutput:
-            return decode_step(self._parts, places, rows, blocks, Stopwatch())
+            return decode_step(self._parts, places, rows, blocks, Stopwatch(), options)
 
         out = step()
 

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Protocol, TypeVar
 
@@ -17,6 +17,8 @@ from kdtree_engine.cli.options import (
     EngineOptions,
     SamplingOptions,
     flag,
+    option,
+    token_ids,
     words,
 )
 from kdtree_engine.errors import KDTreeError, OptionError
@@ -25,7 +27,8 @@ from kdtree_engine.log import progress
 if TYPE_CHECKING:
     from kdtree_engine.cli.show_tree import TreePrinter
     from kdtree_engine.engine.llm import LLM
-    from kdtree_engine.engine.request import RequestOutput, SamplingParams
+    from kdtree_engine.engine.request import RequestOutput
+    from kdtree_engine.engine.sampling_params import SamplingParams
 
 
 PROMPT, OUTPUT = Group("Prompt", sort_key=0), Group("Output", sort_key=3)
@@ -46,6 +49,12 @@ class GenerateOptions(SamplingOptions, EngineOptions):
 
     ignore_eos: Annotated[bool, flag(SAMPLING, "Go on after a stop token.")] = False
 
+    logprobs: Annotated[
+        int | None, option(OUTPUT, "With --json: log-probabilities of N likeliest tokens too.", "N")
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None, option(OUTPUT, "With --json: the same for the prompt's tokens.", "N")
+    ] = None
     json: Annotated[bool, flag(OUTPUT, "Print one JSON object.")] = False
     show_tree: Annotated[bool, flag(OUTPUT, "Draw each step's draft tree on stderr.")] = False
 
@@ -61,7 +70,11 @@ def generate(model: str | None = None, /, *, options: GenerateOptions | None = N
     options = options or GenerateOptions()
     prompt = read_prompt(options)
     llm = options.open_engine(model)
-    params = options.sampling(ignore_eos=options.ignore_eos)
+    params = options.sampling(
+        ignore_eos=options.ignore_eos,
+        logprobs=options.logprobs,
+        prompt_logprobs=options.prompt_logprobs,
+    )
     output, speed = _stream(llm, prompt, params, options)
     if options.json:
         print(json.dumps(as_json(output)))
@@ -84,8 +97,9 @@ def read_prompt(options: GenerateOptions) -> str | list[int]:
     if len(named) != 1:
         found = " and ".join(named) or "none of them"
         raise OptionError(f"give one of --prompt, --prompt-file and --prompt-ids; found {found}")
-    if options.prompt_ids is not None:
-        return _ids(options.prompt_ids)
+    ids = token_ids("--prompt-ids", options.prompt_ids)
+    if ids is not None:
+        return ids
     if options.prompt_file is not None:
         return _read_file(options.prompt_file)
     assert options.prompt is not None
@@ -94,13 +108,6 @@ def read_prompt(options: GenerateOptions) -> str | list[int]:
     except UnicodeEncodeError as error:
         raise OptionError(f"--prompt is not UTF-8 (byte {error.start})") from error
     return options.prompt
-
-
-def _ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise OptionError(f"--prompt-ids is {text!r}: expected token ids like 3,4,5") from error
 
 
 def _read_file(name: str) -> str:
@@ -227,6 +234,14 @@ def as_json(output: RequestOutput) -> dict[str, object]:
         "stats": output.stats.to_dict(),
         "seed": output.seed,
     }
+    if output.stopped_by is not None:
+        fields["stopped_by"] = output.stopped_by
+    for name, found in (
+        ("logprobs", output.log_probs),
+        ("prompt_logprobs", output.prompt_log_probs),
+    ):
+        if found is not None:
+            fields[name] = [None if one is None else asdict(one) for one in found]
     if output.error is not None:
         fields["error"] = output.error
     return fields

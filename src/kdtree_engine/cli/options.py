@@ -14,7 +14,7 @@ from kdtree_engine.errors import OptionError
 
 if TYPE_CHECKING:
     from kdtree_engine.engine.llm import LLM
-    from kdtree_engine.engine.request import SamplingParams
+    from kdtree_engine.engine.sampling_params import SamplingParams
 
 SAMPLING, ENGINE = Group("Sampling", sort_key=1), Group("Engine", sort_key=2)
 
@@ -52,10 +52,32 @@ class SamplingOptions:
     seed: Annotated[
         int | None, option(SAMPLING, "Repeats a sample; one is drawn without it.", "S")
     ] = None
+    stop: Annotated[
+        list[str] | None, words(SAMPLING, "A text that ends the answer; may be repeated.", "TEXT")
+    ] = None
+    min_tokens: Annotated[
+        int, option(SAMPLING, "Tokens to make before anything may end the answer.", "N")
+    ] = 0
+    repetition_penalty: Annotated[
+        float, option(SAMPLING, "Divides logits of tokens seen; 1 is off.", "R")
+    ] = 1.0
+    frequency_penalty: Annotated[
+        float, option(SAMPLING, "Taken off per time that a token was made.", "P")
+    ] = 0.0
+    presence_penalty: Annotated[
+        float, option(SAMPLING, "Taken off once a token was made.", "P")
+    ] = 0.0
+    logit_bias: Annotated[
+        str | None, words(SAMPLING, "Added to logits: ID:BIAS,ID:BIAS.", "LIST")
+    ] = None
+    allowed_ids: Annotated[str | None, option(SAMPLING, "Only these tokens: 3,4,5.", "IDS")] = None
+    bad_words: Annotated[
+        list[str] | None, words(SAMPLING, "A text that must not come; may be repeated.", "TEXT")
+    ] = None
 
     def sampling(self, **more: Any) -> "SamplingParams":
         """The engine's settings; `more` of its fields. Imports torch."""
-        from kdtree_engine.engine.request import SamplingParams
+        from kdtree_engine.engine.sampling_params import SamplingParams
 
         return SamplingParams(
             max_tokens=self.max_tokens,
@@ -64,6 +86,14 @@ class SamplingOptions:
             top_p=self.top_p,
             min_p=self.min_p,
             seed=self.seed,
+            stop=self.stop,
+            min_tokens=self.min_tokens,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            logit_bias=_bias(self.logit_bias),
+            allowed_token_ids=token_ids("--allowed-ids", self.allowed_ids),
+            bad_words=self.bad_words,
             **more,
         )
 
@@ -99,6 +129,26 @@ class EngineOptions:
             max_requests=1,
             eager=self.eager,
         )
+
+
+def token_ids(name: str, text: str | None) -> list[int] | None:
+    """Token ids as an option gives them, 3,4,5."""
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise OptionError(f"{name} is {text!r:.60}: expected token ids like 3,4,5") from error
+
+
+def _bias(text: str | None) -> dict[int, float] | None:
+    if text is None:
+        return None
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        return {int(token): float(bias) for token, bias in pairs}
+    except ValueError as error:
+        raise OptionError(f"--logit-bias is {text!r:.60}: expected ID:BIAS,ID:BIAS") from error
 
 
 def _tree_nodes(text: str) -> int | str:

@@ -30,15 +30,15 @@ def tree_inputs(standing: Standing, planned: PlannedTrees) -> StepInputs:
 def prompt_inputs(request: Request, count: int, state: DecodeState) -> StepInputs:
     """The next `count` prompt tokens as a causal run whose rows go to the request's own pages.
 
-    Wanted are the logits of every row for a request that keeps them, else of the last row if the
-    prompt ends with it.
+    Wanted are the logits of every row for a request that keeps or scores them, else of the last
+    row if the prompt ends with it.
     """
     first, end = request.context, request.context + count
     tokens = upload(torch.tensor(request.tokens[first:end]), state.device)
     positions = torch.arange(first, end, device=state.device)
     pages = state.pages(request.place)
     slots = pages[positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
-    if request.keep_logits:
+    if request.reads_all_rows:
         wanted = torch.arange(count, device=state.device)
     else:
         last = count - 1 if end == request.prompt_tokens else count

@@ -141,7 +141,8 @@ def build_engine(
         chosen = DFlashDrafter(network, target, pool)
     else:
         chosen = _modelless(drafter if config.tree_nodes else "none", checkpoint.config)
-    engine = Engine(target, chosen, pool, config, stop_ids(checkpoint.config, tokenizer))
+    stops = stop_ids(checkpoint.config, tokenizer)
+    engine = Engine(target, chosen, pool, config, stops, tokenizer)
     return engine, checkpoint.notes
 
 

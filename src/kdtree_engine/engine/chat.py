@@ -20,6 +20,7 @@ from kdtree_engine.tokenizer.parse import (
     ToolCallArguments,
     ToolCallBegin,
 )
+from kdtree_engine.tokenizer.stops import StopStream
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
@@ -119,15 +120,23 @@ class TokenReader:
 
     Where the vocabulary has tokens for the grammar's markers, only these tokens are markers: a file
     that the model writes into a tool's arguments may spell their names out. Other control tokens
-    are not shown.
+    are not shown. stops, after: as in StopStream.
     """
 
-    def __init__(self, tokenizer: Tokenizer, grammar: Grammar, parser: ChatParser) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        grammar: Grammar,
+        parser: ChatParser,
+        stops: Sequence[str] = (),
+        after: int = 0,
+    ) -> None:
         named = tokenizer.special_ids
         self._parser = parser
         self._markers = {named[marker]: marker for marker in grammar if marker in named}
         self._literal = all(marker in named or role is Role.END for marker, role in grammar.items())
-        self._text = tokenizer.stream(skip=tokenizer.hidden_ids - self._markers.keys())
+        text = tokenizer.stream(skip=tokenizer.hidden_ids - self._markers.keys())
+        self._text = StopStream(text, stops, after)
 
     def push(self, ids: Iterable[int]) -> list[ChatEvent]:
         """What these tokens complete."""
@@ -152,7 +161,8 @@ def read_answer(stream: Iterator[StreamEvent], reader: TokenReader) -> Iterator[
     for step in stream:
         stopped = step.output is not None and step.output.finish_reason == "stop"
         # The token that stopped it may be any of `stop_token_ids`; it is not part of the text.
-        events = reader.push(step.token_ids[:-1] if stopped else step.token_ids)
+        by_token = step.output is not None and isinstance(step.output.stopped_by, int)
+        events = reader.push(step.token_ids[:-1] if by_token else step.token_ids)
         if step.output is not None:
             events += reader.finish(cut=not stopped)
         answer.add(events)

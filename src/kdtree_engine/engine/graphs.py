@@ -21,10 +21,13 @@ from kdtree_engine.engine.record import Record, unpack, width
 from kdtree_engine.engine.request import Request
 from kdtree_engine.engine.state import upload
 from kdtree_engine.engine.step import (
+    PLAIN,
+    StepOptions,
     StepOutput,
     StepParts,
     Stopwatch,
     decode_step,
+    path_length,
 )
 from kdtree_engine.log import progress
 from kdtree_engine.types import DraftBlocks
@@ -34,7 +37,8 @@ log = logging.getLogger(__name__)
 MOST_FLIGHTS = 2
 """Steps that may be under way at once: one runs while the host reads the one before it."""
 
-_Key = tuple[int, int, bool]  # places, rows, whether a host drafter's blocks come with the step
+# Places, rows, whether a host drafter's blocks come with the step, what else it does.
+_Key = tuple[int, int, bool, StepOptions]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +97,7 @@ class Runner:
         self._ring: list[Tensor] = []
         if self._cuda:
             rows = self._most_rows
-            size = most_requests * width(rows, rows)
+            size = most_requests * width(rows, path_length(parts.drafter, rows), True)
             self._ring = [
                 torch.empty(size, dtype=torch.int64, pin_memory=True) for _ in range(MOST_FLIGHTS)
             ]
@@ -119,20 +123,32 @@ class Runner:
         return places, 1 if rows == 1 else self._most_rows
 
     def graph(self, requests: int, rows: int, given: bool) -> torch.cuda.CUDAGraph:
-        """The graph of a step that was launched before, its inputs the last launch's: for measuring
-        it alone. given: whether a host drafter's blocks came with the step.
+        """The graph of a plain step that was launched before, its inputs the last launch's: for
+        measuring it alone. given: whether a host drafter's blocks came with the step.
         """
-        return self._graphs[(*self.bucket(requests, rows), given)].graph
+        return self._graphs[(*self.bucket(requests, rows), given, PLAIN)].graph
 
-    def prepare(self, requests: int, rows: int, blocks: DraftBlocks | None) -> None:
-        """Capture the graph of such a step now, if there is none yet. blocks: as in `launch`.
+    def prepare(
+        self,
+        requests: int,
+        rows: int,
+        blocks: DraftBlocks | None,
+        options: StepOptions = PLAIN,
+    ) -> None:
+        """Capture the graph of such a step now, if there is none yet; the rest is as in `launch`.
 
         Whoever streams text does not want to wait, or to see a progress bar, inside a sentence.
         """
         if self.captures:
-            self._graph_of((*self.bucket(requests, rows), blocks is not None), blocks)
+            self._graph_of((*self.bucket(requests, rows), blocks is not None, options), blocks)
 
-    def launch(self, requests: Sequence[Request], rows: int, blocks: DraftBlocks | None) -> None:
+    def launch(
+        self,
+        requests: Sequence[Request],
+        rows: int,
+        blocks: DraftBlocks | None,
+        options: StepOptions = PLAIN,
+    ) -> None:
         """Start a step of `rows` rows a request. blocks: on the host, of `bucket` places."""
         assert self.in_flight < MOST_FLIGHTS
         watch, began = Stopwatch(), time.perf_counter()
@@ -141,9 +157,9 @@ class Runner:
         numbers += [self._parts.state.dummy] * (places - len(numbers))
         index = upload(torch.tensor(numbers), self._parts.device)
         if self.captures:
-            out = self._replay((places, rows, blocks is not None), index, blocks)
+            out = self._replay((places, rows, blocks is not None, options), index, blocks)
         else:
-            out = decode_step(self._parts, index, rows, self._moved(blocks), watch)
+            out = decode_step(self._parts, index, rows, self._moved(blocks), watch, options)
         logits = None
         if self.keep_logits:  # a graph's next replay would overwrite its own
             logits = out.logits.clone() if self.captures else out.logits
@@ -167,7 +183,8 @@ class Runner:
             now = time.perf_counter()
             seconds = {"step": now - max(flight.began, self._landed)}
             self._landed = now
-        records = unpack(record[: len(flight.requests)], flight.rows)
+        length = path_length(self._parts.drafter, flight.rows)
+        records = unpack(record[: len(flight.requests)], flight.rows, length)
         return Landing(flight.requests, records, flight.rows, flight.logits, seconds)
 
     def drop(self) -> None:
@@ -197,17 +214,17 @@ class Runner:
         the spill page, and its state stays what it was. So a warm-up may run while requests decode.
         """
         began = time.perf_counter()
-        parts, (count, rows, _) = self._parts, key
+        parts, (count, rows, _, options) = self._parts, key
         places = torch.full((count,), parts.state.dummy, dtype=torch.int64, device=parts.device)
         blocks = self._moved(like)
         side = torch.cuda.Stream(parts.device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(parts.device))
         with torch.cuda.stream(side):
-            decode_step(parts, places, rows, blocks, Stopwatch())
+            decode_step(parts, places, rows, blocks, Stopwatch(), options)
         torch.cuda.current_stream(parts.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            out = decode_step(parts, places, rows, blocks, Stopwatch())
+            out = decode_step(parts, places, rows, blocks, Stopwatch(), options)
         log.info(
             "captured a step of %d requests with %d rows each in %.1f s",
             count,

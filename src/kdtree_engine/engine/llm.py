@@ -33,17 +33,12 @@ from kdtree_engine.engine.chat import (
     tool_names,
 )
 from kdtree_engine.engine.policy import parse_tree_nodes
-from kdtree_engine.engine.request import (
-    Request,
-    RequestOutput,
-    SamplingParams,
-    StepResult,
-    StreamEvent,
-)
+from kdtree_engine.engine.request import Request, RequestOutput, StepResult, StreamEvent
+from kdtree_engine.engine.sampling_params import SamplingParams
 from kdtree_engine.errors import KDTreeError, OptionError, TokenizerError
-from kdtree_engine.tokenizer import TextStream
 from kdtree_engine.tokenizer.chat import ChatFormat, starts_in_reasoning
 from kdtree_engine.tokenizer.parse import ChatParser, output_grammar
+from kdtree_engine.tokenizer.stops import StopStream
 
 Prompt = str | Sequence[int]
 
@@ -125,9 +120,10 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
         """Complete one prompt, an event a step; the last event carries the output."""
-        _check_params(params or SamplingParams())
-        [request] = self._queue([prompt], [params or SamplingParams()])
-        text = None if self.tokenizer is None else self.tokenizer.stream()
+        params = params or SamplingParams()
+        _check_params(params)
+        [request] = self._queue([prompt], [params])
+        text = self._text_of(params)
         inbox = self._inboxes[request.id] = deque()
         last = False
         try:
@@ -184,7 +180,8 @@ class LLM:
         inside = starts_in_reasoning("".join(text for text, _ in parts[-3:]))
         grammar = output_grammar(chat.family)
         parser = ChatParser(grammar, inside, calls, tool_names(tools))
-        reader = TokenReader(self.tokenizer, grammar, parser)
+        params = sampling or SamplingParams()
+        reader = TokenReader(self.tokenizer, grammar, parser, params.stop or (), params.min_tokens)
         return read_answer(self.stream(self.tokenizer.encode_parts(parts), sampling), reader)
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
@@ -242,33 +239,42 @@ class LLM:
         )
 
     def _event(
-        self, request: Request, result: StepResult, text: TextStream | None, last: bool
+        self, request: Request, result: StepResult, text: StopStream | None, last: bool
     ) -> StreamEvent:
         tokens = _visible(request, result.tokens) if last else result.tokens
         piece = "" if text is None else text.push(tokens)
         if last and text is not None:
             piece += text.finish()
         output = self._output(request) if last else None
-        return StreamEvent(piece, result.tokens, result.trace, output)
+        return StreamEvent(piece, result.tokens, result.trace, output, result.log_probs)
+
+    def _text_of(self, params: SamplingParams) -> StopStream | None:
+        """A detokeniser that ends before a stop text; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return StopStream(self.tokenizer.stream(), params.stop or (), params.min_tokens)
 
     def _output(self, request: Request) -> RequestOutput:
-        ids = request.output_ids
-        text = "" if self.tokenizer is None else self.tokenizer.decode(_visible(request, ids))
+        ids, params = request.output_ids, request.params
+        text = self._text_of(params)
         assert request.finish_reason is not None
         return RequestOutput(
-            text,
+            "" if text is None else text.push(_visible(request, ids)) + text.finish(),
             ids,
             request.finish_reason,
             request.seed,
             request.stats,
             request.prompt_tokens,
             request.error,
+            request.stopped_by,
+            None if params.logprobs is None else request.log_probs,
+            None if params.prompt_logprobs is None else [None, *request.prompt_log_probs],
         )
 
 
 def _visible(request: Request, ids: list[int]) -> list[int]:
     """Without the stop token that ended the request."""
-    return ids[:-1] if request.finish_reason == "stop" and ids else ids
+    return ids[:-1] if isinstance(request.stopped_by, int) and ids else ids
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

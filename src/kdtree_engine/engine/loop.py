@@ -13,22 +13,21 @@ from torch import Tensor
 from kdtree_engine.cache import CachePool
 from kdtree_engine.config import EngineConfig
 from kdtree_engine.drafter.base import Drafter, DraftState, HostDrafter, stack_blocks
+from kdtree_engine.engine.edits import check_tokens, forbidden_sequences
 from kdtree_engine.engine.graphs import Runner
 from kdtree_engine.engine.policy import TreePolicy
 from kdtree_engine.engine.prefill import prefill
-from kdtree_engine.engine.record import Record
-from kdtree_engine.engine.request import (
-    Request,
-    SamplingParams,
-    StepResult,
-    StepTrace,
-    non_finite,
-)
+from kdtree_engine.engine.record import Record, told
+from kdtree_engine.engine.request import Request, StepResult, StepTrace, TokenLogProb, no_choice
+from kdtree_engine.engine.sampling_params import SamplingParams
 from kdtree_engine.engine.scheduler import Scheduler
 from kdtree_engine.engine.state import DecodeState
+from kdtree_engine.engine.step import StepOptions
 from kdtree_engine.errors import CapacityError, OptionError
 from kdtree_engine.model import Kimi
 from kdtree_engine.sampling import draw_seed
+from kdtree_engine.tokenizer import Tokenizer
+from kdtree_engine.tokenizer.stops import StopStream
 from kdtree_engine.types import AcceptedPath, DraftBlocks
 
 log = logging.getLogger(__name__)
@@ -51,6 +50,7 @@ class Engine:
         pool: CachePool,
         config: EngineConfig,
         stop_ids: frozenset[int] = frozenset(),
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -59,7 +59,10 @@ class Engine:
         self.policy = TreePolicy(config.tree_nodes, config.chain)
         self.device = target.device
         self.stop_ids = stop_ids
-        self.state = DecodeState(pool.layout, target.config.max_positions, target.device)
+        self.tokenizer = tokenizer
+        self.state = DecodeState(
+            pool.layout, target.config.max_positions, target.config.vocab_size, target.device
+        )
         self.scheduler = Scheduler(pool.layout, config.prefill_chunk, self.state)
         self.runner = Runner(self, pool.layout.requests, config.eager)
         self.lookahead = target.device.type == "cuda"  # a CPU would do no two steps at once
@@ -85,11 +88,9 @@ class Engine:
                 raise OptionError(
                     f"prompt token {token} is outside the vocabulary (0..{config.vocab_size - 1})"
                 )
-        for token in params.stop_token_ids or ():
-            if not 0 <= token < config.vocab_size:
-                raise OptionError(
-                    f"stop token {token} is outside the vocabulary (0..{config.vocab_size - 1})"
-                )
+        forbidden = forbidden_sequences(params, self.tokenizer)
+        check_tokens(params, forbidden, config.vocab_size)
+        text = self._stop_texts(params)
         room = config.max_positions - len(tokens)
         if room < 0 or (room == 0 and not keep_logits):
             raise CapacityError(
@@ -102,10 +103,26 @@ class Engine:
         seed = draw_seed() if params.seed is None else params.seed
         most = 0 if keep_logits else min(params.max_tokens, room)
         request = Request(
-            next(self._ids), params, seed, tokens, len(tokens), most, stops, keep_logits
+            next(self._ids),
+            params,
+            seed,
+            tokens,
+            len(tokens),
+            most,
+            stops,
+            keep_logits,
+            forbidden,
+            text,
         )
         self.scheduler.add(request)
         return request
+
+    def _stop_texts(self, params: SamplingParams) -> StopStream | None:
+        if not params.stop:
+            return None
+        if self.tokenizer is None:
+            raise OptionError("stop was given, but the model has no tokenizer: use stop_token_ids")
+        return StopStream(self.tokenizer.stream(), params.stop, params.min_tokens)
 
     @torch.inference_mode()
     def step(self) -> list[StepResult]:
@@ -135,7 +152,7 @@ class Engine:
         results: list[StepResult] = []
         while self.runner.in_flight > (launched and self._ahead):
             results += self._land()
-        self._prepare(len(running) - len(prompts), prompts)
+        self._prepare([one for one in running if not one.is_prefill], prompts)
         results += [prefill(self, one, self.scheduler.chunk(one)) for one in prompts]
         for result in results:
             request = result.request
@@ -165,7 +182,7 @@ class Engine:
     def _drafts(self) -> bool:
         return self.policy.nodes > 0 and self.drafter.horizon > 0
 
-    def _prepare(self, decoding: int, prompts: list[Request]) -> None:
+    def _prepare(self, decoding: list[Request], prompts: list[Request]) -> None:
         """Capture what requests will decode with before their first tokens are out."""
         ending = [
             one
@@ -174,16 +191,16 @@ class Engine:
         ]
         if not ending or not self.runner.captures:
             return
-        count = decoding + len(ending)
+        count, options = len(decoding) + len(ending), _options([*decoding, *ending])
         if self._drafts and self.drafter.on_device:
-            self.runner.prepare(count, self._device_rows(self.drafter.horizon), None)
+            self.runner.prepare(count, self._device_rows(self.drafter.horizon), None, options)
             return
-        self.runner.prepare(count, 1, None)
+        self.runner.prepare(count, 1, None, options)
         if self._drafts:
             rows = self.policy.most_rows(self.drafter.horizon)
             places, _ = self.runner.bucket(count, rows)
             blocks = stack_blocks([], places, self.drafter.horizon, self.policy.nodes)
-            self.runner.prepare(count, rows, blocks)
+            self.runner.prepare(count, rows, blocks, options)
 
     def _device_rows(self, reach: int) -> int:
         """Rows of a tree whose drafter works on the device and proposes `reach` depths."""
@@ -204,7 +221,7 @@ class Engine:
                 rows = self._device_rows(reach)
             else:
                 blocks, rows = self._host_blocks(self.drafter, due)
-        self.runner.launch(due, rows, blocks)
+        self.runner.launch(due, rows, blocks, _options(due))
         return True
 
     def _host_blocks(
@@ -278,16 +295,28 @@ class Engine:
             )
 
 
+def _options(requests: Sequence[Request]) -> StepOptions:
+    """What a step must do for these requests."""
+    return StepOptions(
+        edits=any(one.params.edits_logits for one in requests),
+        log_probs=any(one.params.logprobs is not None for one in requests),
+    )
+
+
 def _settle(request: Request, record: Record, logits: Tensor | None) -> StepResult:
     """Emit what a step chose for one request, up to its first stop or its last allowed token."""
     root = request.tokens[-1]
     kept = request.emit(record.emitted)
     if record.broken and request.finish_reason is None:
-        request.fail(non_finite(request.context + len(record.emitted) + 1))
+        request.fail(no_choice(request, request.context + len(record.emitted) + 1))
     if not kept:
         return StepResult(request, [], None, logits)
+    log_probs: list[TokenLogProb] | None = None
+    if request.params.logprobs is not None and record.log_probs is not None:
+        log_probs = told(record.log_probs, kept, request.params.logprobs)
+        request.log_probs += log_probs
     request.context += len(kept)
     request.stats.add_step(accepted=len(kept) - 1, nodes=record.tree.nodes)
     # The root stands for the first emitted token, and the last emitted one is the next root.
     walked = AcceptedPath(record.indices[: len(kept)], kept[-1])
-    return StepResult(request, kept, StepTrace(root, record.tree, walked), logits)
+    return StepResult(request, kept, StepTrace(root, record.tree, walked), logits, log_probs)

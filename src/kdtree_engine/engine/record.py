@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kdtree_engine.engine.request import TokenLogProb
+from kdtree_engine.kernels.top_k import LOG_PROBS, TokenLogProbs
 from kdtree_engine.kernels.tree_build import BuiltTrees
 from kdtree_engine.types import DraftTree
 
 _NUMBERS = 3  # the fields before the lists: length, broken, nodes
+_MOST_LOG_PROBS = 1 + 2 * LOG_PROBS  # numbers a row: the pick's, the likeliest ones', their tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,50 +37,74 @@ class Walk:
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """A step of one request on the host: its path, and the tree."""
+    """A step of one request on the host: its path, and the tree. log_probs: of the emitted tokens,
+    where the step computed them.
+    """
 
     indices: list[int]
     emitted: list[int]
     broken: bool
     tree: DraftTree
+    log_probs: TokenLogProbs | None = None
 
 
-def width(rows: int, length: int) -> int:
+def width(rows: int, length: int, log_probs: bool) -> int:
     """Elements of a record of a tree of `rows` rows and paths of at most `length`."""
-    return _NUMBERS + 2 * length + 4 * rows
+    return _NUMBERS + 2 * length + 4 * rows + length * _MOST_LOG_PROBS * log_probs
 
 
-def pack(trees: BuiltTrees, walk: Walk) -> Tensor:
-    """[B, width] int64."""
-    return torch.cat(
-        (
-            walk.lengths[:, None],
-            walk.broken[:, None].long(),
-            trees.nodes[:, None],
-            walk.indices,
-            walk.emitted,
-            trees.tokens,
-            trees.parents,
-            trees.depths,
-            trees.scores.view(torch.int64),
-        ),
-        1,
-    )
+def pack(trees: BuiltTrees, walk: Walk, log_probs: TokenLogProbs | None = None) -> Tensor:
+    """[B, width] int64. log_probs: of the B * L emitted tokens."""
+    parts = [
+        walk.lengths[:, None],
+        walk.broken[:, None].long(),
+        trees.nodes[:, None],
+        walk.indices,
+        walk.emitted,
+        trees.tokens,
+        trees.parents,
+        trees.depths,
+        trees.scores.view(torch.int64),
+    ]
+    if log_probs is not None:
+        values = torch.cat((log_probs.chosen[:, None], log_probs.values), 1)
+        numbers = torch.cat((values.view(torch.int32).long(), log_probs.tokens), 1)
+        parts.append(numbers.view(len(walk.lengths), -1))
+    return torch.cat(parts, 1)
 
 
-def unpack(record: Tensor, rows: int) -> list[Record]:
-    """The records of [B, width] on the host."""
-    length = (record.shape[1] - width(rows, 0)) // 2
+def unpack(record: Tensor, rows: int, length: int) -> list[Record]:
+    """The records of [B, width] on the host, of trees of `rows` rows and paths of `length`."""
+    lists, trees = _NUMBERS + 2 * length, width(rows, length, False)
     found = []
-    for row, head in zip(record, record[:, : _NUMBERS + 2 * length].tolist(), strict=True):
+    for row, head in zip(record, record[:, :lists].tolist(), strict=True):
         count, broken, nodes = head[:_NUMBERS]
-        tree = [part[: nodes + 1] for part in row[_NUMBERS + 2 * length :].view(4, rows)]
+        tree = [part[: nodes + 1] for part in row[lists:trees].view(4, rows)]
         found.append(
             Record(
                 head[_NUMBERS : _NUMBERS + count],
                 head[_NUMBERS + length : _NUMBERS + length + count],
                 bool(broken),
                 DraftTree(tree[0], tree[1], tree[2], tree[3].view(torch.float64)),
+                _log_probs(row[trees:].view(length, -1)[:count]) if len(row) > trees else None,
             )
         )
     return found
+
+
+def _log_probs(numbers: Tensor) -> TokenLogProbs:
+    """The first `count` rows of what `pack` appended, [count, 1 + 2 k] int64."""
+    kept = numbers.shape[1] // 2
+    values = numbers[:, : 1 + kept].int().view(torch.float32)
+    return TokenLogProbs(values[:, 0], values[:, 1:], numbers[:, 1 + kept :])
+
+
+def told(found: TokenLogProbs, tokens: Sequence[int], wanted: int) -> list[TokenLogProb]:
+    """What a user is told of `tokens`, the first of those in `found`: each one's log-probability
+    and the `wanted` likeliest.
+    """
+    chosen, values, ids = (part[: len(tokens)].tolist() for part in found)
+    return [
+        TokenLogProb(token, own, tuple(zip(top[:wanted], most[:wanted], strict=True)))
+        for token, own, top, most in zip(tokens, chosen, ids, values, strict=True)
+    ]

@@ -2,75 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor
 
-from kdtree_engine.errors import OptionError
-from kdtree_engine.sampling import check_filters
+from kdtree_engine.engine.sampling_params import SamplingParams
+from kdtree_engine.tokenizer.stops import StopStream
 from kdtree_engine.types import AcceptedPath, DraftTree
-
-_MOST_TOP_K = 2**31 - 1  # no vocabulary is larger, and tensors of settings hold it
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How the tokens of one request are chosen. Raises OptionError for a value out of range.
-
-    max_tokens: tokens to make at most. temperature: 0 takes the likeliest. top_k, top_p, min_p:
-    None means off. seed: any integer; None draws one, which the output reports. stop_token_ids: end
-    the text like the model's own stop tokens. ignore_eos: go on after the model's own.
-    """
-
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop_token_ids: Sequence[int] | None = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("max_tokens", "top_k", "seed"):
-            _check_number(name, getattr(self, name), Integral, "an integer")
-        for name in ("temperature", "top_p", "min_p"):
-            _check_number(name, getattr(self, name), Real, "a number")
-        if self.max_tokens < 1:
-            raise OptionError(f"max_tokens {self.max_tokens} must be 1 or more")
-        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
-        check_filters(*self.filters)
-
-    @property
-    def filters(self) -> tuple[float, int, float, float]:
-        """Temperature, top-k, top-p and min-p, with the values that do nothing for None."""
-        return (
-            self.temperature,
-            0 if self.top_k is None else min(self.top_k, _MOST_TOP_K),
-            1.0 if self.top_p is None else self.top_p,
-            0.0 if self.min_p is None else self.min_p,
-        )
-
-
-def _token_ids(stops: object) -> tuple[int, ...]:
-    """Stop tokens as given; None is none."""
-    if stops is None:
-        return ()
-    ids = tuple(stops) if isinstance(stops, Iterable) else (None,)
-    if not all(isinstance(one, Integral) and not isinstance(one, bool) for one in ids):
-        raise OptionError(f"stop_token_ids {stops!r} must be a list of token ids")
-    return tuple(int(one) for one in ids)
-
-
-def _check_number(name: str, value: object, kind: type, wanted: str) -> None:
-    """None stands for "off" or "draw one" where the field allows it."""
-    optional = name not in ("max_tokens", "temperature")
-    if (value is None and optional) or (isinstance(value, kind) and not isinstance(value, bool)):
-        return
-    raise OptionError(f"{name} {value!r} must be {wanted}{' or None' if optional else ''}")
 
 
 @dataclass
@@ -127,8 +67,23 @@ class StepTrace:
 
 
 @dataclass(frozen=True)
+class TokenLogProb:
+    """How likely the model thought a token: natural logarithms of its own distribution, before
+    penalties, temperature and filters. top: the likeliest tokens, as many as were asked for.
+    """
+
+    token: int
+    log_prob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
 class RequestOutput:
-    """A finished request. finish_reason: "stop", "length", or "error" (then `error` says why)."""
+    """A finished request. finish_reason: "stop", "length", or "error" (then `error` says why).
+
+    stopped_by: the stop token or the stop text that ended it. log_probs: one a token of
+    `token_ids`, where asked for; prompt_log_probs: one a prompt token, None for the first.
+    """
 
     text: str
     token_ids: list[int]
@@ -137,16 +92,22 @@ class RequestOutput:
     stats: RequestStats
     prompt_tokens: int
     error: str | None = None
+    stopped_by: int | str | None = None
+    log_probs: list[TokenLogProb] | None = None
+    prompt_log_probs: list[TokenLogProb | None] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class StreamEvent:
-    """What a step added to a request; the last event carries the output."""
+    """What a step added to a request; the last event carries the output. Text that may yet become a
+    stop text comes later than its tokens. log_probs: one a token, where asked for.
+    """
 
     text: str
     token_ids: list[int]
     step: StepTrace | None = None
     output: RequestOutput | None = None
+    log_probs: list[TokenLogProb] | None = None
 
 
 @dataclass(eq=False)
@@ -156,6 +117,8 @@ class Request:
     tokens: prompt, then output. context: tokens whose latents are committed. place: its scratch
     page. pages: its cache pages, `chains` the hashes of those already published. stops: ids that
     end it. keep_logits: prompt only, every row's logits wanted; they gather in `logits`.
+    forbidden: sequences of tokens that must not come. text: looks for stop texts, where there are
+    any. stopped_by: the stop token or text that ended it.
     """
 
     id: int
@@ -166,20 +129,30 @@ class Request:
     most_tokens: int  # emitted at most: max_tokens, or what the positions leave
     stops: frozenset[int]
     keep_logits: bool = False
+    forbidden: tuple[tuple[int, ...], ...] = ()
+    text: StopStream | None = None
     context: int = 0
     is_prefill: bool = True
     place: int = -1
     pages: list[int] = field(default_factory=list)
     chains: list[bytes] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
+    log_probs: list[TokenLogProb] = field(default_factory=list)
+    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
     finish_reason: str | None = None
+    stopped_by: int | str | None = None
     error: str | None = None
 
     @property
     def output_ids(self) -> list[int]:
         """Tokens emitted so far."""
         return self.tokens[self.prompt_tokens :]
+
+    @property
+    def reads_all_rows(self) -> bool:
+        """Whether the logits of every prompt row are wanted, so that none may come from a cache."""
+        return self.keep_logits or self.params.prompt_logprobs is not None
 
     @property
     def remaining(self) -> int:
@@ -191,7 +164,8 @@ class Request:
         kept: list[int] = []
         for token in tokens[: self.remaining]:
             kept.append(token)
-            if token in self.stops:
+            self.stopped_by = self._stop_at(token)
+            if self.stopped_by is not None:
                 self.finish_reason = "stop"
                 break
         self.tokens.extend(kept)
@@ -199,6 +173,14 @@ class Request:
         if self.finish_reason is None and self.remaining == 0:
             self.finish_reason = "length"
         return kept
+
+    def _stop_at(self, token: int) -> int | str | None:
+        if token in self.stops:
+            return token
+        if self.text is None:
+            return None
+        self.text.push([token])
+        return self.text.found
 
     def fail(self, reason: str) -> None:
         """End with an error; what was emitted before stays."""
@@ -209,18 +191,25 @@ class Request:
 class StepResult:
     """What a step did for one request: its new tokens, and the tree that gave them (None for a
     piece of prompt). logits: [rows, V] of the request's rows, for tests; a decode step has them
-    where the engine's runner keeps them.
+    where the engine's runner keeps them. log_probs: one a token, where asked for.
     """
 
     request: Request
     tokens: list[int]
     trace: StepTrace | None = None
     logits: Tensor | None = None
+    log_probs: list[TokenLogProb] | None = None
 
 
-def non_finite(position: int) -> str:
+def no_choice(request: Request, position: int) -> str:
     """The error of a request whose token at `position` could not be chosen."""
-    return (
+    broken = (
         f"the model gave logits that are not finite for position {position}: the weights or the "
         "cache hold NaN or infinite values, or the dtype is too narrow for this model"
+    )
+    if not request.params.edits_logits:
+        return broken
+    return (
+        f"no token could be chosen for position {position}: allowed_token_ids, bad_words, "
+        f"logit_bias and min_tokens leave none, or {broken}"
     )

@@ -10,6 +10,9 @@ from kdtree_engine.engine.request import Request
 from kdtree_engine.engine.state import DecodeState
 from kdtree_engine.errors import CapacityError
 
+SCORED_ROWS = 128
+"""Prompt rows a step whose logits are all wanted: 84 MB for K2.6; a chunk may be GBs."""
+
 
 class Scheduler:
     """First come, first served. A request is admitted when a place and all its pages are free.
@@ -45,7 +48,10 @@ class Scheduler:
 
     def chunk(self, request: Request) -> int:
         """Prompt tokens that a request computes next."""
-        return min(self.prefill_chunk, request.prompt_tokens - request.context)
+        most = self.prefill_chunk
+        if request.params.prompt_logprobs is not None:
+            most = min(most, SCORED_ROWS)
+        return min(most, request.prompt_tokens - request.context)
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it stands, and give its pages and its place back.
@@ -96,7 +102,7 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         allocator = self.allocator
-        shareable = 0 if request.keep_logits else (request.prompt_tokens - 1) // PAGE_SIZE
+        shareable = 0 if request.reads_all_rows else (request.prompt_tokens - 1) // PAGE_SIZE
         shared = allocator.share_prefix(request.tokens, shareable)
         missing = self._pages(request) - len(shared)
         if missing > allocator.available:

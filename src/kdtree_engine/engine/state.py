@@ -10,7 +10,9 @@ from torch import Tensor
 from kdtree_engine.cache import CacheLayout, pages_for
 from kdtree_engine.config import PAGE_SIZE
 from kdtree_engine.drafter.base import DraftStates
+from kdtree_engine.engine.edits import write_edits
 from kdtree_engine.engine.request import Request
+from kdtree_engine.kernels.logit_edits import EditState, empty_edits
 from kdtree_engine.sampling import seed_word
 
 
@@ -47,10 +49,17 @@ class DecodeState:
     go to the spill page, and it commits nothing. The host writes a place's table and settings when
     a request is admitted, and where it stands when its prompt is through; from then on every step
     moves it on the device. Shapes never change: `positions` bounds the pages of a request.
+
+    edits: tables [places, vocabulary] for options that change logits; made when the first request
+    needs them, since they take 8 bytes a token of the vocabulary and place.
     """
 
-    def __init__(self, layout: CacheLayout, positions: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: CacheLayout, positions: int, vocab: int, device: torch.device
+    ) -> None:
         self.device = device
+        self.edits: EditState | None = None
+        self._vocab = vocab
         self.dummy = layout.requests
         self._spill_page = layout.spill_slot // PAGE_SIZE
         count = layout.requests + 1
@@ -88,6 +97,10 @@ class DecodeState:
         state.top_k[place] = top_k
         state.top_p[place] = top_p
         state.min_p[place] = min_p
+        if self.edits is None and request.params.edits_logits:
+            self.edits = empty_edits(self.dummy + 1, self._vocab, self.device)
+        if self.edits is not None:  # also ends what the place's last request left
+            write_edits(self.edits, request)
 
     def start(self, request: Request) -> None:
         """Write where a request stands whose prompt is through: it decodes from here on."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from kdtree_engine.engine.batch import sampling_rows, tree_inputs
 from kdtree_engine.engine.policy import TreePolicy
 from kdtree_engine.engine.record import Walk, pack
 from kdtree_engine.engine.state import DecodeState, Standing
+from kdtree_engine.kernels.logit_edits import edit_logits, remember
+from kdtree_engine.kernels.top_k import LOG_PROBS, TokenLogProbs, token_log_probs
 from kdtree_engine.kernels.tree_accept import tree_accept
 from kdtree_engine.kernels.tree_build import BuiltTrees, PlannedTrees, TreePlaces, plan_trees
 from kdtree_engine.model import Kimi
@@ -53,6 +55,19 @@ class Stopwatch:
         self._last = now
 
 
+class StepOptions(NamedTuple):
+    """What a step does besides, for requests that ask for it; each combination is a graph of its
+    own. edits: penalties, biases and forbidden tokens stand between logits and sampling; costs a
+    pass over the logits. log_probs: those of the path's tokens are reported.
+    """
+
+    edits: bool = False
+    log_probs: bool = False
+
+
+PLAIN = StepOptions()
+
+
 @dataclass(frozen=True, eq=False)
 class StepOutput:
     """record: [B, record.width] int64. logits: [B * N, V] float32, of every row of the trees."""
@@ -62,7 +77,12 @@ class StepOutput:
 
 
 def decode_step(
-    parts: StepParts, places: Tensor, rows: int, blocks: DraftBlocks | None, watch: Stopwatch
+    parts: StepParts,
+    places: Tensor,
+    rows: int,
+    blocks: DraftBlocks | None,
+    watch: Stopwatch,
+    options: StepOptions = PLAIN,
 ) -> StepOutput:
     """Advance the requests at places [B] int64 by one tree of at most `rows` rows each.
 
@@ -81,14 +101,28 @@ def decode_step(
         parts.drafter.tap_layers,
     )
     watch.lap("forward")
-    picks = sample(out.logits, sampling_rows(standing, inputs.positions))
+    logits, edits = out.logits, parts.state.edits
+    if options.edits:
+        assert edits is not None
+        logits = edit_logits(logits, edits, places, trees.tokens, planned.ancestors, trees.depths)
+    picks = sample(logits, sampling_rows(standing, inputs.positions))
     watch.lap("sample")
     walk = walk_trees(standing, trees, picks, path_length(parts.drafter, rows))
     commit(parts, standing, walk, planned.rows.slots, out.taps)
     parts.state.advance(places, standing, walk.lengths, walk.roots)
-    record = pack(trees, walk)
+    if options.edits and edits is not None:
+        remember(edits, places, walk.emitted, walk.lengths)
+    record = pack(trees, walk, path_log_probs(out.logits, walk) if options.log_probs else None)
     watch.lap("commit")
     return StepOutput(record, out.logits)
+
+
+def path_log_probs(logits: Tensor, walk: Walk) -> TokenLogProbs:
+    """Of the tokens that the paths emitted, by the target's logits [B * N, V] as they were."""
+    requests = walk.indices.shape[0]
+    first = torch.arange(0, logits.shape[0], logits.shape[0] // requests, device=logits.device)
+    rows = (first[:, None] + walk.indices.clamp(min=0)).flatten()
+    return token_log_probs(logits.index_select(0, rows), walk.emitted.flatten(), LOG_PROBS)
 
 
 def path_length(drafter: Drafter, rows: int) -> int:

@@ -21,7 +21,8 @@ from kdtree_engine.drafter.dflash import DFlashDrafter
 from kdtree_engine.drafter.dflash_model import DFlashModel
 from kdtree_engine.engine.graphs import Landing
 from kdtree_engine.engine.loop import Engine
-from kdtree_engine.engine.request import Request, SamplingParams
+from kdtree_engine.engine.request import Request
+from kdtree_engine.engine.sampling_params import SamplingParams
 from kdtree_engine.engine.step import StepOutput, Stopwatch, decode_step
 from kdtree_engine.model import Kimi, moe
 from kdtree_engine.types import DraftBlock, DraftBlocks
