@@ -103,7 +103,7 @@ class Tree:
 
     def __init__(self, parents: list[int], tokens: list[int]) -> None:
         self.parents = [-1, *(parent % (row + 1) for row, parent in enumerate(parents))]
-        self.tokens = [-1, *tokens]
+        self.tokens = [1, *tokens]  # the root's is not read
 
     def path(self, row: int) -> list[int]:
         """Rows from the root's child down to `row`."""
