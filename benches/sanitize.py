@@ -136,6 +136,8 @@ def _operators(device: torch.device) -> None:
     """Those that a step does without."""
     from kdtree_engine.kernels.cache_commit import commit_rows
     from kdtree_engine.kernels.gumbel import gumbel
+    from kdtree_engine.kernels.logit_edits import cases, edit_logits, remember
+    from kdtree_engine.kernels.top_k import token_log_probs
     from kdtree_engine.kernels.tree_mask import tree_mask
 
     one = torch.arange(5, device=device)
@@ -143,6 +145,11 @@ def _operators(device: torch.device) -> None:
     tree_mask(torch.tensor([[-1, 0, 0, 1, 3]], device=device))
     layers = [torch.randn(4, 64, 80, device=device) for _ in range(2)]
     commit_rows(layers, one + 10, one + 11)
+    for name in ("all", "word"):
+        given = cases.inputs(cases.CASES[name], device=device)
+        token_log_probs(edit_logits(*given), given.tokens.flatten().clamp(min=0))
+        emitted = given.tokens.clamp(min=0)
+        remember(given.state, given.places, emitted, given.places + 1)
 
 
 def found_in(output: str, kernels: Sequence[str]) -> dict[str, Any]:

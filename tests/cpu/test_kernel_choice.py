@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +13,14 @@ from kdtree_engine.kernels.gumbel import _launch_gumbel, gumbel
 from kdtree_engine.kernels.gumbel import cases as gumbel_cases
 from kdtree_engine.kernels.sample import MARGIN, _launch_sample, sample
 from kdtree_engine.kernels.sample import cases as sample_cases
-from kdtree_engine.kernels.top_k import _launch_top, top_log_probs
+from kdtree_engine.kernels.top_k import (
+    LOG_PROBS,
+    TokenLogProbs,
+    _launch_log_probs,
+    _launch_top,
+    token_log_probs,
+    top_log_probs,
+)
 
 pytest.importorskip("triton")
 kernel = pytest.importorskip("kdtree_engine.kernels.sample.kernel")
@@ -160,3 +168,65 @@ def test_top_k_foresees_the_noise() -> None:
     off, on = torch.zeros(4, dtype=torch.int64), torch.ones(4)
     drawn = sample(logits, heat, off, on, torch.zeros(4), seeds, positions).tokens
     assert torch.equal(got[1][:, 0], drawn)
+
+
+def same_log_probs(one: TokenLogProbs, other: TokenLogProbs) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("operator", [token_log_probs, _launch_log_probs])
+@pytest.mark.parametrize("shape", [(4, 2100), (5, 257), (4, 11)])
+def test_log_probs(operator: Callable[..., TokenLogProbs], shape: tuple[int, int]) -> None:
+    """Against float64; rows alone and in any company, from other places in memory, to the bit."""
+    rows, vocab = shape
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (torch.randn(shape, generator=generator) * 8).round() / 2  # many are equal
+    logits[0, vocab // 2 :] = -torch.inf
+    ranks = torch.arange(rows)
+    order = logits.sort(dim=-1, descending=True, stable=True).indices
+    chosen = order.gather(1, (ranks % vocab)[:, None])[:, 0]
+    got = operator(logits, chosen, LOG_PROBS)
+    want = logits.double().log_softmax(-1)
+    assert got.tokens.shape == (rows, min(LOG_PROBS, vocab)) and got.tokens.dtype == torch.int64
+    assert torch.equal(got.tokens, order[:, :LOG_PROBS])
+    close = {"rtol": 0, "atol": 1e-5}
+    assert torch.allclose(got.values.double(), want.gather(1, got.tokens), **close)
+    assert torch.allclose(got.chosen.double(), want.gather(1, chosen[:, None])[:, 0], **close)
+    listed = got.values.gather(1, (ranks % vocab)[:, None])[:, 0]
+    assert torch.equal(got.chosen, listed)  # the chosen token's rank is its row's number
+    for part in (slice(0, 1), slice(3, 4), slice(1, rows)):
+        part_of = TokenLogProbs(*(value[part] for value in got))
+        assert same_log_probs(operator(logits[part], chosen[part], LOG_PROBS), part_of)
+    wide = torch.zeros(rows, vocab + 3)
+    wide[:, 1:-2] = logits
+    for part in (slice(0, rows), slice(2, 3)):
+        moved = operator(wide[part, 1:-2], chosen[part], LOG_PROBS)
+        assert same_log_probs(moved, TokenLogProbs(*(value[part] for value in got)))
+
+
+def test_log_probs_do_not_follow_the_number_of_rows() -> None:
+    """Nor the threads: rows long enough that torch splits a sum among them."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(13, 70_001, generator=generator)
+    chosen = torch.arange(13)
+    got = token_log_probs(logits, chosen)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for row in range(13):
+                alone = token_log_probs(logits[row : row + 1], chosen[row : row + 1])
+                assert same_log_probs(alone, TokenLogProbs(*(v[row : row + 1] for v in got)))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("operator", [token_log_probs, _launch_log_probs])
+def test_log_probs_of_broken_rows(operator: Callable[..., TokenLogProbs]) -> None:
+    logits = torch.randn(4, 300)
+    logits[0, 5], logits[1, 200] = float("nan"), float("inf")
+    logits[2] = -float("inf")
+    got = operator(logits, torch.tensor([1, 2, 3, 4]), LOG_PROBS)
+    assert torch.isfinite(got.chosen).tolist() == [False, False, False, True]
+    assert torch.isfinite(got.values).any(1).tolist() == [False, False, False, True]
+    assert bool(((got.tokens >= 0) & (got.tokens < 300)).all())

@@ -105,14 +105,14 @@ def random_state(case: Case, generator: torch.Generator) -> EditState:
     return state
 
 
-def inputs(case: Case, seed: int = 0) -> Inputs:
-    """Random trees; some logits are zeros of both signs, infinite or NaN."""
+def inputs(case: Case, seed: int = 0, device: torch.device | str = "cpu") -> Inputs:
+    """Random trees, on the device; some logits are zeros of both signs, infinite or NaN."""
     generator = torch.Generator().manual_seed(seed)
     state = random_state(case, generator)
     parents = tree_cases.inputs(tree_cases.Case(case.trees, case.rows, case.rows), seed)
     few = min(case.words, case.vocab)
     tokens = torch.randint(0, few, parents.shape, generator=generator)
-    tokens[parents < 0] = -1  # the root's and padding
+    tokens[:, 1:][parents[:, 1:] < 0] = -1  # padding; the root's token is known to the place
     depths = torch.zeros_like(parents)
     for row in range(1, case.rows):
         above = parents[:, row : row + 1]
@@ -124,4 +124,6 @@ def inputs(case: Case, seed: int = 0) -> Inputs:
         logits[(odd > least) & (odd <= least + 0.01)] = value
     logits[odd < 0.01] = torch.nan
     places = torch.randperm(case.trees, generator=generator)
-    return Inputs(logits, state, places, tokens, tree_mask(parents), depths)
+    state = EditState(*(value.to(device) for value in vars(state).values()))
+    rest = (places, tokens, tree_mask(parents), depths)
+    return Inputs(logits.to(device), state, *(value.to(device) for value in rest))
