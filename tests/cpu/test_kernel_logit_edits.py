@@ -304,21 +304,21 @@ def test_settings_out_of_range_are_refused() -> None:
     check_edits(Edits(), VOCAB)
     check_edits(Edits(1.1, -2, 2, {0: -100, VOCAB - 1: 100}, [1], [[2], [1] * LENGTH], 9), VOCAB)
     wrong = {
-        "repetition penalty 0.0 must be over 0": Edits(repetition=0.0),
-        "repetition penalty nan": Edits(repetition=float("nan")),
-        "frequency penalty 2.5": Edits(frequency=2.5),
-        "presence penalty nan": Edits(presence=float("nan")),
+        "repetition_penalty 0.0 must be over 0": Edits(repetition=0.0),
+        "repetition_penalty nan": Edits(repetition=float("nan")),
+        "frequency_penalty 2.5": Edits(frequency=2.5),
+        "presence_penalty nan": Edits(presence=float("nan")),
         "min_tokens -1": Edits(min_tokens=-1),
         "bias 101": Edits(bias={1: 101}),
         "bias nan": Edits(bias={1: float("nan")}),
-        f"token {VOCAB} is not": Edits(bias={VOCAB: 1}),
-        "token -1 is not": Edits(bad=[[1, -1]]),
-        "token 99 is not": Edits(allowed=[99]),
-        "a bad word of 0 tokens": Edits(bad=[[]]),
-        "a bad word of 17 tokens": Edits(bad=[[1] * 17]),
-        f"{PHRASES + 1} bad words": Edits(bad=[[1, 2]] * (PHRASES + 1)),
-        "no token is left": Edits(allowed=[5], bad=[[5]]),
-        "no token is left: allow": Edits(allowed=[]),
+        f"logit_bias: token {VOCAB} is outside": Edits(bias={VOCAB: 1}),
+        "bad_words: token -1 is outside": Edits(bad=[[1, -1]]),
+        "allowed_token_ids: token 99 is outside": Edits(allowed=[99]),
+        "a word of 0 tokens": Edits(bad=[[]]),
+        "a word of 17 tokens": Edits(bad=[[1] * 17]),
+        f"{PHRASES + 1} sequences": Edits(bad=[[1, 2]] * (PHRASES + 1)),
+        "leave no token": Edits(allowed=[5], bad=[[5]]),
+        "leave no token that": Edits(allowed=[]),
     }
     for message, edits in wrong.items():
         with pytest.raises(OptionError, match=message):

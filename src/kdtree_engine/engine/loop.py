@@ -13,7 +13,7 @@ from torch import Tensor
 from kdtree_engine.cache import CachePool
 from kdtree_engine.config import EngineConfig
 from kdtree_engine.drafter.base import Drafter, DraftState, HostDrafter, stack_blocks
-from kdtree_engine.engine.edits import check_tokens, forbidden_sequences
+from kdtree_engine.engine.edits import edits_of
 from kdtree_engine.engine.graphs import Runner
 from kdtree_engine.engine.policy import TreePolicy
 from kdtree_engine.engine.prefill import prefill
@@ -88,8 +88,12 @@ class Engine:
                 raise OptionError(
                     f"prompt token {token} is outside the vocabulary (0..{config.vocab_size - 1})"
                 )
-        forbidden = forbidden_sequences(params, self.tokenizer)
-        check_tokens(params, forbidden, config.vocab_size)
+        for token in params.stop_token_ids or ():
+            if not 0 <= token < config.vocab_size:
+                raise OptionError(
+                    f"stop token {token} is outside the vocabulary (0..{config.vocab_size - 1})"
+                )
+        edits = edits_of(params, self.tokenizer, config.vocab_size)
         text = self._stop_texts(params)
         room = config.max_positions - len(tokens)
         if room < 0 or (room == 0 and not keep_logits):
@@ -111,7 +115,7 @@ class Engine:
             most,
             stops,
             keep_logits,
-            forbidden,
+            edits,
             text,
         )
         self.scheduler.add(request)
@@ -298,7 +302,7 @@ class Engine:
 def _options(requests: Sequence[Request]) -> StepOptions:
     """What a step must do for these requests."""
     return StepOptions(
-        edits=any(one.params.edits_logits for one in requests),
+        edits=any(one.edits is not None for one in requests),
         log_probs=any(one.params.logprobs is not None for one in requests),
     )
 

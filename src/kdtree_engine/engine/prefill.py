@@ -66,7 +66,7 @@ def _first_token(parts: StepParts, request: Request, logits: Tensor, position: T
     """
     place = position.new_full((1,), request.place)
     edits = parts.state.edits
-    if not request.params.edits_logits or edits is None:
+    if request.edits is None or edits is None:
         return sample(logits, sampling_rows(parts.state.at(place), position))
     none, root = position.new_zeros((1, 1)), position.new_ones((1, 1))
     edited = edit_logits(logits, edits, place, none, root, none)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kdtree_engine.engine.sampling_params import SamplingParams
+from kdtree_engine.sampling import Edits
 from kdtree_engine.tokenizer.stops import StopStream
 from kdtree_engine.types import AcceptedPath, DraftTree
 
@@ -117,7 +118,7 @@ class Request:
     tokens: prompt, then output. context: tokens whose latents are committed. place: its scratch
     page. pages: its cache pages, `chains` the hashes of those already published. stops: ids that
     end it. keep_logits: prompt only, every row's logits wanted; they gather in `logits`.
-    forbidden: sequences of tokens that must not come. text: looks for stop texts, where there are
+    edits: what its options change in logits. text: looks for stop texts, where there are
     any. stopped_by: the stop token or text that ended it.
     """
 
@@ -129,7 +130,7 @@ class Request:
     most_tokens: int  # emitted at most: max_tokens, or what the positions leave
     stops: frozenset[int]
     keep_logits: bool = False
-    forbidden: tuple[tuple[int, ...], ...] = ()
+    edits: Edits | None = None
     text: StopStream | None = None
     context: int = 0
     is_prefill: bool = True
@@ -207,7 +208,7 @@ def no_choice(request: Request, position: int) -> str:
         f"the model gave logits that are not finite for position {position}: the weights or the "
         "cache hold NaN or infinite values, or the dtype is too narrow for this model"
     )
-    if not request.params.edits_logits:
+    if request.edits is None:
         return broken
     return (
         f"no token could be chosen for position {position}: allowed_token_ids, bad_words, "

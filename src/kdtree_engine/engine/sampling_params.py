@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 
 from kdtree_engine.errors import OptionError
 from kdtree_engine.kernels.top_k import LOG_PROBS
-from kdtree_engine.sampling import check_filters
+from kdtree_engine.sampling import check_filters, check_penalties
 
 _MOST_TOP_K = 2**31 - 1  # no vocabulary is larger, and tensors of settings hold it
 _MOST_BIAS = 100.0
-_MOST_PENALTY = 2.0
 _MOST_STOPS = 16
 _LONGEST_STOP = 256  # characters
 _MOST_ENTRIES = 1 << 20  # of a list of tokens: more than any vocabulary has
@@ -57,7 +55,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str | Sequence[int]] | None = ()
     logprobs: int | None = None
@@ -75,7 +73,7 @@ class SamplingParams:
                 f"min_tokens {self.min_tokens} must be 0 to max_tokens, {self.max_tokens}"
             )
         check_filters(*self.filters)
-        self._check_penalties()
+        check_penalties(*self.penalties)
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if count is not None and not 0 <= count <= LOG_PROBS:
@@ -118,15 +116,6 @@ class SamplingParams:
             or bool(self.logit_bias)
             or bool(self.bad_words)
         )
-
-    def _check_penalties(self) -> None:
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise OptionError(
-                f"repetition_penalty {self.repetition_penalty} must be a positive number; 1 is off"
-            )
-        for name in ("frequency_penalty", "presence_penalty"):
-            if not abs(getattr(self, name)) <= _MOST_PENALTY:
-                raise OptionError(f"{name} {getattr(self, name)} must be -2 to 2; 0 is off")
 
 
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")

@@ -97,7 +97,7 @@ class DecodeState:
         state.top_k[place] = top_k
         state.top_p[place] = top_p
         state.min_p[place] = min_p
-        if self.edits is None and request.params.edits_logits:
+        if self.edits is None and request.edits is not None:
             self.edits = empty_edits(self.dummy + 1, self._vocab, self.device)
         if self.edits is not None:  # also ends what the place's last request left
             write_edits(self.edits, request)

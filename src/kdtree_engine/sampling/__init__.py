@@ -2,7 +2,7 @@
 
 from kdtree_engine.sampling.filters import check_filters, keep_mask
 from kdtree_engine.sampling.noise import draw_seed, gumbel, seed_word
-from kdtree_engine.sampling.penalties import Edits, check_edits, place_edits
+from kdtree_engine.sampling.penalties import Edits, check_edits, check_penalties, place_edits
 from kdtree_engine.sampling.sample import Sampled, SamplingRows, sample
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "SamplingRows",
     "check_edits",
     "check_filters",
+    "check_penalties",
     "draw_seed",
     "gumbel",
     "keep_mask",

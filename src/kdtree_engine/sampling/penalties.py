@@ -6,7 +6,6 @@ the prompt counts for the repetition penalty alone, and for the beginnings of ph
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -42,37 +41,50 @@ class Edits:
     min_tokens: int = 0
 
 
+def check_penalties(repetition: float, frequency: float, presence: float) -> None:
+    """Raise OptionError for a penalty out of range; 1, 0 and 0 are those that do nothing."""
+    if not 0 < repetition <= 10:
+        raise OptionError(
+            f"repetition_penalty {repetition} must be over 0 and at most 10; 1 is off"
+        )
+    for name, value in (("frequency", frequency), ("presence", presence)):
+        if not -2 <= value <= 2:
+            raise OptionError(f"{name}_penalty {value} must be between -2 and 2; 0 is off")
+
+
 def check_edits(edits: Edits, vocab: int) -> None:
     """Raise OptionError for a setting out of range, or for a token that logits do not have."""
-    if not (math.isfinite(edits.repetition) and 0 < edits.repetition <= 10):
-        raise OptionError(
-            f"repetition penalty {edits.repetition} must be over 0 and at most 10; 1 is off"
-        )
-    for name in ("frequency", "presence"):
-        value = getattr(edits, name)
-        if not -2 <= value <= 2:
-            raise OptionError(f"{name} penalty {value} must be between -2 and 2; 0 is off")
+    check_penalties(edits.repetition, edits.frequency, edits.presence)
     if not 0 <= edits.min_tokens < 2**31:
         raise OptionError(f"min_tokens {edits.min_tokens} must be 0 or more")
     for token, value in edits.bias.items():
         if not -100 <= value <= 100:
-            raise OptionError(f"bias {value} of token {token} must be between -100 and 100")
+            raise OptionError(f"logit_bias {value} of token {token} must be between -100 and 100")
     _check_phrases(edits)
-    given = [*edits.bias, *(edits.allowed or ()), *(one for words in edits.bad for one in words)]
-    for token in given:
-        if not 0 <= token < vocab:
-            raise OptionError(f"token {token} is not one of the model's 0 to {vocab - 1}")
+    options = {
+        "logit_bias": edits.bias,
+        "allowed_token_ids": edits.allowed or (),
+        "bad_words": [token for words in edits.bad for token in words],
+    }
+    for name, tokens in options.items():
+        for token in tokens:
+            if not 0 <= token < vocab:
+                raise OptionError(
+                    f"{name}: token {token} is outside the vocabulary (0..{vocab - 1})"
+                )
     if bool((_bias(edits, vocab) == -torch.inf).all()):
-        raise OptionError("no token is left: allow one that is not among the bad ones")
+        raise OptionError("allowed_token_ids and bad_words leave no token that could be chosen")
 
 
 def _check_phrases(edits: Edits) -> None:
     for words in edits.bad:
         if not 0 < len(words) <= LENGTH:
-            raise OptionError(f"a bad word of {len(words)} tokens must have 1 to {LENGTH}")
+            raise OptionError(f"bad_words has a word of {len(words)} tokens; 1 to {LENGTH}")
     count = sum(len(words) > 1 for words in edits.bad)
     if count > PHRASES:
-        raise OptionError(f"{count} bad words of several tokens; at most {PHRASES} are possible")
+        raise OptionError(
+            f"bad_words makes {count} sequences of two or more tokens; at most {PHRASES}"
+        )
 
 
 def place_edits(
