@@ -82,9 +82,9 @@ class Case:
     lengths: str
     prefix: str
     pages: str
-    options: str = "none"
     seed: int = 0
     variant: int = 0
+    options: str = "none"
 
     def __str__(self) -> str:
         return " ".join(f"{axis}={value}" for axis, value in vars(self).items())
