@@ -31,6 +31,8 @@ def launches(device: str = "meta") -> None:
         for k in (63, 1):
             top_k._launch_top(empty(HORIZON, VOCAB, dtype=dtype), k)
             top_k._launch_top(empty(HORIZON, VOCAB, dtype=dtype), k, *noise)
+            reduced = empty(HORIZON, 32_000, dtype=dtype)
+            top_k._launch_top(reduced, k, *noise, empty(32_000))
 
     places = build.TreePlaces(empty(1), column(1, torch.int32), empty(1))
     for horizon, ranks, budget in ((HORIZON, 63, 63), (1, 1, 1), (0, 0, 0), (64, 64, 63)):
