@@ -69,7 +69,7 @@ def _visible(
     sliding: int | None,
     causal: bool,
 ) -> Tensor:
-    """[B, L, S + L] bool for context positions at [S]; the rules of DFlashModel.visible."""
+    """[B, L, S + L] bool for context positions at [S]; DFlashModel's rules."""
     anchors = contexts.long()[:, None, None]  # [B, 1, 1]
     offsets = torch.arange(length, device=at.device)
     rows = anchors + offsets[:, None]  # [B, L, 1]

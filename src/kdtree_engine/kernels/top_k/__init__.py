@@ -28,10 +28,11 @@ def top_log_probs(
     which makes all of its log-probabilities non-finite. k is cut to V.
 
     value = logit or, with temperature [R] float32, seeds and positions [R] int64, and T > 0 in the
-    row, logit / T + noise of kernels/gumbel: the target's choice is the largest such value.
-    names [V] int64, rising: the token that each column stands for, in the noise and among the ids
-    that are returned; without it a column is its own token. The kernel's noise is right to 2^-16: it ranks guesses and decides no token. On a CUDA device two
-    launches; k over 64 falls back to the reference, which waits for the device.
+    row, logit / T + noise of kernels/gumbel: the target's choice is the largest such value. names
+    [V] int64, rising: the token that each column stands for, in the noise and among the ids that
+    are returned; without it a column is its own token. The kernel's noise is right to 2^-16: it
+    ranks guesses and decides no token. On a CUDA device two launches; k over 64 falls back to the
+    reference, which waits for the device.
     """
     assert logits.ndim == 2 and logits.is_floating_point(), f"logits {list(logits.shape)}"
     if temperature is not None:

@@ -17,8 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdtree_engine.kernels.gumbel.kernel import perturbed
-from kdtree_engine.kernels.gumbel.kernel import word_of
+from kdtree_engine.kernels.gumbel.kernel import perturbed, word_of
 from kdtree_engine.kernels.gumbel.kernel import words as random_words
 from kdtree_engine.kernels.prologue import begin
 
