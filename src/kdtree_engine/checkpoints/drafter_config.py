@@ -87,9 +87,8 @@ def _is_causal(top: Section, inner: Section, kind: str) -> bool:
     }
     if len(said) > 1:
         raise top.error("is_causal", "contradicts dflash_config.causal")
-    if said:
-        return said.pop()
-    return kind == SLIDING and not top.flag("sliding_window_non_causal", False)
+    both_ways = top.flag("sliding_window_non_causal", False)
+    return said.pop() if said else kind == SLIDING and not both_ways
 
 
 def _speculators(top: Section) -> DrafterConfig:
@@ -215,10 +214,9 @@ def _layer_types(section: Section) -> tuple[str, ...]:
     layers = section.size("num_hidden_layers", most=MAX_LAYERS)
     types = section.texts("layer_types")
     if not types:
-        if "use_sliding_window" in section and section.flag("use_sliding_window"):
-            raise section.error(
-                "use_sliding_window", "is True, but no layer_types say which layers slide"
-            )
+        slides = section.flag("use_sliding_window", False)
+        if slides and section.size("max_window_layers", layers, least=0) < layers:
+            raise section.error("layer_types", "is missing, but max_window_layers lets some slide")
         return (FULL,) * layers
     if len(types) != layers:
         raise section.error("layer_types", f"has {len(types)} entries for {layers} layers")

@@ -72,9 +72,10 @@ def generation_template(family: str, dims: Dims) -> Json:
 def drafter_template(dims: Dims, theta: float = 50000.0, layout: str = ZLAB) -> Json:
     """config.json of a DFlash drafter in one of LAYOUTS (docs/checkpoints.md)."""
     assert layout in LAYOUTS, layout
-    network, taps = _drafter_network(dims, theta), dims.taps or default_taps(dims.num_layers)
-    if layout == SPECULATORS:
-        return _speculators(dims, network, taps)
+    network = _drafter_network(dims, theta)
+    if layout == SPECULATORS:  # whose ids do not reach the last layer's output
+        return _speculators(dims, network, dims.taps or default_taps(dims.num_layers - 1))
+    taps = dims.taps or default_taps(dims.num_layers)
     return network | {
         "architectures": ["DFlashDraftModel"],
         "block_size": dims.block_size,
