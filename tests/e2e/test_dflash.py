@@ -232,6 +232,20 @@ def test_a_speculators_drafter_changes_no_bit(
         assert all(set(tree.tokens[1:].tolist()) <= known for tree in trees)
 
 
+@pytest.mark.parametrize("block_size", [2, 4])
+def test_a_vocabulary_smaller_than_the_tree(block_size: int, checkpoint: CheckpointMaker) -> None:
+    """Five tokens to guess from, sixty-three nodes to fill: the tree is smaller, the text plain."""
+    dims = Dims(draft_vocab_size=5, block_size=block_size)
+    folder = checkpoint("k2.6", drafter=True, dims=dims, layout="speculators")
+    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, seed=3)
+    prompts = [list(range(50)), list(range(9))]
+    llm = LLM(folder, drafter=folder / "drafter", device="cpu", tree_nodes=63)
+    got = llm.generate(prompts, params)
+    llm.engine.check_integrity()
+    want = LLM(folder, drafter="none", device="cpu").generate(prompts, params)
+    assert [one.token_ids for one in got] == [one.token_ids for one in want]
+
+
 def test_a_head_of_its_own_is_kept(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
     """Pain point 3: the target's head in place of the drafter's own guesses something else."""
     folder = make_folder("speculators", checkpoint, tmp_path)
