@@ -91,8 +91,8 @@ def drafts() -> None:
         layer = empty(9, 64, 2, kv_heads, width, dtype=BF16)
         pages = empty(1, 4096, dtype=torch.int32)
         context = empty(1, dtype=torch.int32)
-        for window, sliding in ((None, None), (4096, 2048)):
-            dflash_attention_paged(query, own, own, layer, context, pages, window, sliding)
+        for limits in ((None, None, False), (4096, 2048, True), (None, 2048, False)):
+            dflash_attention_paged(query, own, own, layer, context, pages, *limits)
 
 
 def launches() -> list[Launch]:

@@ -31,6 +31,8 @@ def launches(device: str = "meta") -> None:
         for k in (63, 1):
             top_k._launch_top(empty(HORIZON, VOCAB, dtype=dtype), k)
             top_k._launch_top(empty(HORIZON, VOCAB, dtype=dtype), k, *noise)
+            reduced = empty(HORIZON, 32_000, dtype=dtype)
+            top_k._launch_top(reduced, k, *noise, empty(32_000))
 
     top_k._launch_log_probs(logits, empty(ROWS), top_k.LOG_PROBS)
 

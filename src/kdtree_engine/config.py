@@ -106,8 +106,20 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class DraftMask:
+    """What the rows of a block see in one layer of a drafter, itself always included.
+
+    The context before the root and the rows of the block, further ones only within these limits.
+    """
+
+    causal: bool = False  # in the block, only the rows up to one's own
+    window: int | None = None  # of the context, only the last so many tokens before the root
+    sliding: int | None = None  # only what is closer than this, in context and block: |q - k| < it
+
+
+@dataclass(frozen=True)
 class DrafterConfig:
-    """Shape of a DFlash drafter in z-lab's layout (docs/checkpoints.md)."""
+    """Shape of a DFlash drafter, whatever its layout (docs/checkpoints.md)."""
 
     hidden_size: int
     intermediate_size: int
@@ -116,25 +128,28 @@ class DrafterConfig:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    block_size: int  # slots of a block, the root in slot 0: the horizon is block_size - 1
+    block_size: int  # slots of a block, the root in slot 0
     mask_token_id: int
     tap_layers: tuple[
         int, ...
     ]  # 0-based target layers whose outputs are the taps, in concatenation order
-    num_target_layers: int
+    num_target_layers: int | None  # None: the layout does not say (speculators)
     rms_norm_eps: float
     rope: RopeConfig
-    layer_types: tuple[str, ...]  # "full_attention" or "sliding_attention", one a layer
-    sliding_window: int | None = None
-    window: int | None = (
-        None  # draft window: only the last W context tokens are seen; the block always is
-    )
+    masks: tuple[DraftMask, ...]  # one a layer
     max_positions: int = 0
+    draft_vocab_size: int | None = None  # rows of the drafter's own head; None: vocab_size
+    from_anchor: bool = False  # slot k guesses the token after its own, so the root's guesses too
 
     @property
     def horizon(self) -> int:
         """Positions drafted in one pass."""
-        return self.block_size - 1
+        return self.block_size - (not self.from_anchor)
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the drafter guesses among a part of the vocabulary only."""
+        return self.draft_vocab_size not in (None, self.vocab_size)
 
 
 @dataclass(frozen=True)

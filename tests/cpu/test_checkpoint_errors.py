@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kdtree_engine.checkpoints import open_drafter, open_model
+from kdtree_engine.checkpoints.load_drafter import draft_tokens
 from kdtree_engine.checkpoints.templates import Dims
 from kdtree_engine.checkpoints.write import make_checkpoint, write_model
 from kdtree_engine.errors import (
@@ -326,7 +328,12 @@ def test_asking_for_what_is_not_there(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "value", "kind", "reason"),
     [
-        (("speculators_model_type",), "dflash", ConfigError, "speculators layout, which is not"),
+        (("speculators_model_type",), "dflash", ConfigError, "transformer_layer_config"),
+        (("speculators_model_type",), "eagle3", ConfigError, "is 'eagle3'; supported: 'dflash'"),
+        (("sample_from_anchor",), True, ConfigError, "sample_from_anchor"),
+        (("attention_sink_bias",), True, ConfigError, "attention_sink_bias"),
+        (("draft_vocab_size",), 161, DrafterError, "draft_vocab_size 161 exceeds"),
+        (("dflash_config", "use_swa"), True, ConfigError, "use_swa"),
         (("architectures",), ["LlamaForCausalLMEagle3"], ConfigError, "['DFlashDraftModel']"),
         (("architectures",), None, ConfigError, "is missing"),
         (("dflash_config",), None, ConfigError, "is missing"),
@@ -346,7 +353,8 @@ def test_asking_for_what_is_not_there(folder: Path, tmp_path: Path) -> None:
         (("num_key_value_heads",), 3, ConfigError, "not a multiple"),
         (("layer_types",), ["full_attention"], ConfigError, "1 entries for 2 layers"),
         (("layer_types",), ["linear", "linear"], ConfigError, "'linear'; supported"),
-        (("is_causal",), True, ConfigError, "is_causal"),
+        (("is_causal",), 1, ConfigError, "is_causal"),
+        (("sliding_window_non_causal",), "no", ConfigError, "expected true or false"),
     ],
 )
 def test_bad_drafter_configs(
@@ -358,12 +366,102 @@ def test_bad_drafter_configs(
 
 def test_bad_drafter_tensors(folder: Path) -> None:
     drafter = folder / "drafter"
-    edit_tensors(drafter, {"lm_head.weight": torch.zeros(160, 64)})
-    fails(CheckpointError, drafter, "1 extra (lm_head.weight)", "speculators", opener=open_drafter)
+    edit_tensors(drafter, {"lm_head.weight": torch.zeros(96, 64)})
+    fails(CheckpointError, drafter, "lm_head.weight is [96, 64]", "[160, 64]", opener=open_drafter)
+    edit_tensors(drafter, {"lm_head.weight": None, "markov_head.weight": torch.zeros(1)})
+    fails(CheckpointError, drafter, "1 extra (markov_head.weight)", opener=open_drafter)
+    edit_tensors(drafter, {"markov_head.weight": None})
     edit_tensors(drafter, {"lm_head.weight": None, "fc.weight": torch.zeros(64, 64)})
     fails(CheckpointError, drafter, "is [64, 64], expected [64, 192]", opener=open_drafter)
     (drafter / "model.safetensors").write_bytes(b"")
     fails(CheckpointError, drafter, "truncated", opener=open_drafter)
+
+
+@pytest.fixture
+def speculator(tmp_path: Path) -> Path:
+    """A drafter of 96 of 160 tokens in the speculators layout, one sliding layer."""
+    dims = Dims(draft_vocab_size=96, drafter_layer_types=("sliding_attention", "full_attention"))
+    make_checkpoint(tmp_path / "model", "k2.6", drafter=True, dims=dims, layout="speculators")
+    return tmp_path / "model" / "drafter"
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "kind", "reason"),
+    [
+        (("aux_hidden_state_layer_ids",), [0, 2], ConfigError, "expected ids from 1 on"),
+        (("aux_hidden_state_layer_ids",), None, DrafterError, "aux_hidden_state_layer_ids []"),
+        (("aux_hidden_state_layer_ids",), [2, 2], DrafterError, "[2, 2] must be distinct"),
+        (("draft_vocab_size",), None, ConfigError, '"draft_vocab_size" is missing'),
+        (("draft_vocab_size",), 161, DrafterError, "161 exceeds the vocabulary of 160"),
+        (("draft_vocab_size",), 97, CheckpointError, "d2t is [96], expected [97]"),
+        (("draft_vocab_size",), 160, CheckpointError, "lm_head.weight is [96, 64], expected [160"),
+        (("sliding_window_non_causal",), None, ConfigError, "readers disagree"),
+        (("shift_label",), True, ConfigError, "shift_label"),
+        (("projector_type",), "domino", ConfigError, "'domino'; supported: 'dflash'"),
+        (("target_hidden_size",), 128, ConfigError, "is 128; supported: 64"),
+        (("block_size",), 1, DrafterError, "block_size 1"),
+        (("mask_token_id",), None, ConfigError, '"mask_token_id" is missing'),
+        (("architectures",), ["Eagle3DraftModel"], ConfigError, "DFlashSpeculator"),
+        (("transformer_layer_config", "model_type"), "gpt2", ConfigError, "'qwen3', 'llama'"),
+        (("transformer_layer_config", "hc_mult"), 4, ConfigError, "hc_mult"),
+        (("transformer_layer_config", "head_dim"), None, ConfigError, "_config.head_dim"),
+    ],
+)
+def test_bad_speculators_configs(
+    speculator: Path, keys: tuple[str, ...], value: Any, kind: type[KDTreeError], reason: str
+) -> None:
+    edit_json(speculator / "config.json", *keys, value=value)
+    fails(kind, speculator, reason, opener=open_drafter)
+
+
+def test_bad_vocabulary_maps(speculator: Path) -> None:
+    """What a reduced vocabulary needs; the maps' values are checked by draft_tokens."""
+    raw = load_file(str(speculator / "model.safetensors"))
+
+    def check(changes: dict[str, torch.Tensor | None], *parts: str) -> None:
+        edit_tensors(speculator, changes)
+        fails(CheckpointError, speculator, *parts, opener=open_drafter)
+        edit_tensors(speculator, {name: raw[name] for name in changes})
+
+    check({"d2t": None}, "1 missing (d2t)", "draft_vocab_size 96", "a head of its own and d2t")
+    check({"lm_head.weight": None, "d2t": None}, "2 missing (lm_head.weight, d2t)")
+    check({"d2t": raw["d2t"].float()}, "d2t is F32, expected I64 or I32")
+    check({"d2t": raw["d2t"] + 100}, "outside of the vocabulary of 160")
+    check({"t2d": ~raw["t2d"]}, "d2t and t2d name different tokens (96 and 64)")
+    check({"t2d": raw["t2d"].float()}, "t2d is F32, expected BOOL")
+    check({"embed_tokens.weight": torch.zeros(96, 64)}, "embed_tokens.weight is [96, 64]")
+    (speculator / "mask_embedding.pt").write_bytes(b"")
+    fails(CheckpointError, speculator, "mask_embedding.pt", opener=open_drafter)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "members", "reason"),
+    [
+        ([0, 3, 10], None, "draft id 2 to token 10, outside of the vocabulary of 10"),
+        ([-1, 3, 5], None, "draft id 0 to token -1, outside"),
+        ([3, 1, 5], None, "draft id 1 to token 1 and the one before it to 3; expected rising"),
+        ([3, 3, 5], None, "draft id 1 to token 3 and the one before it to 3; expected rising"),
+        ([1, 2, 5], [1, 2, 6], "d2t and t2d name different tokens (3 and 3)"),
+    ],
+)
+def test_bad_draft_tokens(tokens: list[int], members: list[int] | None, reason: str) -> None:
+    offsets = torch.tensor(tokens) - torch.arange(3)
+    among = None if members is None else torch.tensor([one in members for one in range(10)])
+    with pytest.raises(CheckpointError, match=re.escape(reason)) as caught:
+        draft_tokens(offsets, among, 10, "here")
+    assert str(caught.value).startswith("here: d2t") and "\n" not in str(caught.value)
+
+
+def test_draft_tokens_of_absolute_ids_are_refused() -> None:
+    """A map to ids instead of offsets is what one gets wrong; it leaves the vocabulary."""
+    with pytest.raises(CheckpointError, match="expected offsets"):
+        draft_tokens(torch.arange(0, 100, 2), None, 100, "here")
+
+
+def test_a_raw_torchspec_config_is_refused(folder: Path) -> None:
+    edit_json(folder / "drafter/config.json", "dflash_config", value=None)
+    edit_json(folder / "drafter/config.json", "target_num_hidden_layers", value=4)
+    fails(ConfigError, folder / "drafter", "TorchSpec's training config", opener=open_drafter)
 
 
 def test_writing_refuses(folder: Path, tmp_path: Path) -> None:
@@ -371,6 +469,8 @@ def test_writing_refuses(folder: Path, tmp_path: Path) -> None:
         make_checkpoint(folder, "k2.6")
     with pytest.raises(OptionError, match=r"there are: k2\.6, deepseek-v3"):
         make_checkpoint(tmp_path / "x", "gpt")
+    with pytest.raises(OptionError, match="there are: z-lab, speculators"):
+        make_checkpoint(tmp_path / "x", "k2.6", drafter=True, layout="eagle")
     with pytest.raises(ConfigError, match="multiple of 32"):
         make_checkpoint(tmp_path / "x", "k2.6", dims=Dims(hidden_size=40))
     assert not (tmp_path / "x").exists()

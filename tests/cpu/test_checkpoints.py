@@ -17,7 +17,7 @@ from kdtree_engine.checkpoints import check_drafter, open_drafter, open_model
 from kdtree_engine.checkpoints.names import expected_tensors
 from kdtree_engine.checkpoints.templates import Dims, default_taps
 from kdtree_engine.checkpoints.write import make_checkpoint, write_model
-from kdtree_engine.config import RopeConfig
+from kdtree_engine.config import DraftMask, RopeConfig
 from kdtree_engine.errors import DrafterError
 from kdtree_engine.kernels.int4 import dequantise, quantise
 
@@ -281,14 +281,14 @@ def test_drafter_round_trip(tmp_path: Path, prefix: str) -> None:
     config = drafter.config
     assert (config.block_size, config.horizon, config.mask_token_id) == (8, 7, 158)
     assert config.tap_layers == default_taps(4) == (0, 2, 3)
-    assert (config.layer_types, config.sliding_window) == (types, 32)
+    assert config.masks == (DraftMask(causal=True, sliding=32), DraftMask())
     assert config.rope == RopeConfig(50000.0)
     check_drafter(config, open_model(tmp_path).config)
     edit(folder, {"layer_types": None, "block_size": None})
     inner = json.loads((folder / "config.json").read_text())["dflash_config"]
     edit(folder, {"dflash_config": inner | {"block_size": 5}})
     again = open_drafter(folder).config
-    assert (again.block_size, again.layer_types) == (5, ("full_attention",) * 2)
+    assert (again.block_size, again.masks) == (5, (DraftMask(),) * 2)
 
 
 def test_default_taps_follow_the_published_rule() -> None:

@@ -106,3 +106,16 @@ def test_train_drafter_misuse(
     _, err = capsys.readouterr()
     assert named in err
     assert err.count("\n") == 1
+
+
+def test_a_drafter_in_the_speculators_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    arguments = ["make-checkpoint", str(folder), "--layout", "speculators"]
+    assert cli.run(arguments) == 2
+    assert "--layout is 'speculators'" in capsys.readouterr().err and not folder.exists()
+    assert cli.run([*arguments, "--drafter"]) == 0
+    drafter = open_drafter(folder / "drafter")
+    check_drafter(drafter.config, open_model(folder).config)
+    assert drafter.has_head and drafter.config.num_target_layers is None

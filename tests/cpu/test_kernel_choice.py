@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -230,3 +231,30 @@ def test_log_probs_of_broken_rows(operator: Callable[..., TokenLogProbs]) -> Non
     assert torch.isfinite(got.chosen).tolist() == [False, False, False, True]
     assert torch.isfinite(got.values).any(1).tolist() == [False, False, False, True]
     assert bool(((got.tokens >= 0) & (got.tokens < 300)).all())
+
+
+@pytest.mark.parametrize(("tokens", "columns"), [(900, 333), (5000, 700), (70, 70)])
+def test_top_k_of_a_reduced_vocabulary(tokens: int, columns: int) -> None:
+    """Columns have the noise of the tokens they stand for: a choice among all tokens, of which the
+    others are impossible, is the same choice.
+    """
+    draw = torch.Generator().manual_seed(tokens)
+    names = torch.randperm(tokens, generator=draw)[:columns].sort().values
+    logits = torch.randn(5, columns, generator=draw) * 2
+    logits[:, 7] = logits[:, 60]
+    heat = torch.tensor([0.0, 1.0, 0.3, 1.5, 0.0])
+    seeds, positions = torch.arange(5) - 2, torch.arange(5) + 2**33
+    whole = torch.full((5, tokens), -torch.inf)
+    whole[:, names] = logits
+    for noise in ((), (heat, seeds, positions)):
+        want = top_log_probs(whole, 12, *noise)
+        named: Any = (*noise, *(None,) * (3 - len(noise)), names)
+        for got in (
+            top_log_probs(logits, 12, *named),
+            _launch_top(logits, 12, *named),
+            _launch_top(logits, 12, *named, chunk=256, run=4),
+        ):
+            assert torch.equal(got[1], want[1])
+            assert torch.allclose(got[0], want[0], rtol=0, atol=2e-4)
+    drawn = top_log_probs(logits, 1, heat, seeds, positions)[1]
+    assert columns == tokens or not torch.equal(names[drawn], want[1][:, :1])

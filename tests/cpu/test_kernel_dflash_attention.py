@@ -45,6 +45,7 @@ def make(case: PagedCase, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
         "pages": pages,
         "window": case.window,
         "sliding": case.sliding,
+        "causal": case.causal,
     }
 
 
@@ -65,7 +66,12 @@ def truth(given: dict[str, Any]) -> Tensor:
                 for c in range(first, context)
                 if sliding is None or position - c < sliding
             ]
-            block = [i for i in range(length) if sliding is None or 0 <= j - i < sliding]
+            block = [
+                i
+                for i in range(length)
+                if (sliding is None or -sliding < j - i < sliding)
+                and (i <= j or not given["causal"])
+            ]
             for head in range(heads):
                 kv = head // group
                 seen = [given["draft_layer"][page, row, :, kv] for page, row in past]
@@ -79,7 +85,9 @@ def truth(given: dict[str, Any]) -> Tensor:
 def launch(given: dict[str, Any], **options: Any) -> Tensor:
     rest = {name: given[name] for name in ("draft_layer", "contexts", "pages")}
     limits = (given["window"], given["sliding"])
-    return code._launch(given["query"], *given["own"], **rest, limits=limits, **options)
+    return code._launch(
+        given["query"], *given["own"], **rest, limits=limits, causal=given["causal"], **options
+    )
 
 
 @pytest.mark.parametrize("case", PAGED_CASES, ids=lambda case: case.name)
@@ -99,6 +107,15 @@ def test_a_limit_moved_by_one_is_seen(case: PagedCase) -> None:
             moved = {**given, name: given[name] - 1}
             assert_far(dflash_attention_paged(**moved), want, 5e-6)
             assert_far(launch(moved), want, 5e-6)
+
+
+def test_causal_is_seen() -> None:
+    for case in PAGED_CASES:
+        given = make(case)
+        other = {**given, "causal": not case.causal}
+        check = assert_near if case.block == 1 else assert_far
+        check(dflash_attention_paged(**other), truth(given), 5e-6)
+        check(launch(other), truth(given), 5e-6)
 
 
 @pytest.mark.parametrize(("splits", "rows"), [(1, 32), (3, 16), (5, 32)])

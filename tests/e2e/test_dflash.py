@@ -10,22 +10,38 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_tools import CheckpointMaker, copy, edit, golden_inputs, read_json, stored_tensors
+from checkpoint_tools import (
+    CheckpointMaker,
+    copy,
+    edit,
+    golden_inputs,
+    read_json,
+    replace_tensors,
+    stored_tensors,
+)
+from safetensors.torch import save_file
 from torch import Tensor
 
+from e2e.drive import Job, make_engine, pages_of, run_jobs
+from e2e.models import Loaded
 from golden import dflash as golden_draft
 from golden import model as golden
 from kdtree_engine import LLM, SamplingParams
-from kdtree_engine.checkpoints import open_drafter
+from kdtree_engine.checkpoints import open_drafter, open_model
 from kdtree_engine.checkpoints.templates import Dims
 from kdtree_engine.checkpoints.write import write_model
+from kdtree_engine.config import EngineConfig
 from kdtree_engine.drafter.base import DraftStates
+from kdtree_engine.drafter.dflash import DFlashDrafter
 from kdtree_engine.drafter.load import drafter_tensors, load_drafter
+from kdtree_engine.drafter.none import NoDrafter
 from kdtree_engine.errors import CheckpointError, ConfigError, DrafterError, KDTreeError
+from kdtree_engine.model import load_target
 from kdtree_engine.types import DraftBlock, DraftBlocks
 
 TOLERANCE = 1e-4
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+EMBED = "embed_tokens.weight"
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 # What the drafter's config says, as options of make_checkpoint and as edits of its config.json.
@@ -44,6 +60,21 @@ DRAFTERS: dict[str, tuple[Dims, dict[str, Any]]] = {
     "one-tap-one-layer": (Dims(taps=(3,), drafter_layers=1, drafter_kv_heads=4), {}),
     "taps-out-of-order": (Dims(taps=(2, 0)), {}),
 }
+MIXED = {"drafter_layer_types": (SLIDING, FULL), "drafter_sliding_window": 5}
+DRAFTERS |= {
+    "causal": (Dims(), {"is_causal": True}),
+    "sliding-both-ways": (Dims(**MIXED, drafter_non_causal=True), {}),
+    "nothing-causal": (Dims(**MIXED), {"is_causal": False}),
+    "all-causal": (Dims(**MIXED), {"dflash_config.causal": True}),
+}
+SPECULATORS: dict[str, tuple[Dims, dict[str, Any]]] = {
+    "speculators": (Dims(), {}),
+    "speculators-reduced": (Dims(draft_vocab_size=96), {}),
+    "speculators-sliding": (Dims(**MIXED, draft_vocab_size=61), {"draft_window": 20}),
+    "speculators-sliding-both-ways": (Dims(**MIXED, drafter_non_causal=True), {}),
+    "speculators-from-the-anchor": (Dims(sample_from_anchor=True, draft_vocab_size=96), {}),
+}
+DRAFTERS |= SPECULATORS
 BY_DRAFTER = pytest.mark.parametrize("name", DRAFTERS)
 
 
@@ -77,7 +108,12 @@ class Recorder:
 
 def make_folder(name: str, checkpoint: CheckpointMaker, tmp_path: Path) -> Path:
     dims, change = DRAFTERS[name]
-    folder = copy(checkpoint("k2.6", drafter=True, dims=dims), tmp_path / "model")
+    layout = "speculators" if name in SPECULATORS else "z-lab"
+    made = checkpoint("k2.6", drafter=True, dims=dims, layout=layout)
+    folder = copy(made, tmp_path / "model")
+    if name in SPECULATORS:  # an embedding of its own, which the target's must not replace
+        own = stored_tensors(folder / "drafter")["embed_tokens.weight"].roll(7, 1)
+        replace_tensors(folder / "drafter", {"embed_tokens.weight": own})
     edit(folder / "drafter", change)
     return folder
 
@@ -94,9 +130,15 @@ def record(folder: Path) -> tuple[Recorder, list[int]]:
     return recorder, prompt + out.token_ids
 
 
+def draft_config(folder: Path) -> dict[str, Any]:
+    """The drafter's config in z-lab's words."""
+    config = read_json(folder / "drafter")
+    return golden_draft.flattened(config) if "speculators_model_type" in config else config
+
+
 def golden_taps(folder: Path, text: list[int], shift: int = 0) -> np.ndarray:
     """[T, n * H]: outputs of the tapped layers, `shift` layers off."""
-    layers = read_json(folder / "drafter")["dflash_config"]["target_layer_ids"]
+    layers = draft_config(folder)["dflash_config"]["target_layer_ids"]
     hidden = golden.forward(*golden_inputs(folder), text).hidden
     return np.concatenate([hidden[layer + shift] for layer in layers], 1)
 
@@ -110,24 +152,33 @@ def golden_log_probs(
     **options: Any,
 ) -> np.ndarray:
     """[block - 1, V] of the block behind `context` tokens; `first_slot` stands in for the root."""
-    config, weights = golden_inputs(folder / "drafter")
+    raw, weights = golden_inputs(folder / "drafter")
+    config, speculators = draft_config(folder), "speculators_model_type" in raw
     inner = config["dflash_config"]
     _, target = golden_inputs(folder)
-    first = max(0, context - inner.get("draft_window", context))
+    window = raw.get("draft_window") or inner.get("draft_window") or context
+    first = max(0, context - window)
     slots = [root if first_slot is None else first_slot]
     slots += [inner["mask_token_id"]] * (config["block_size"] - 1)
+    embedding = weights.get("embed_tokens.weight", target["model.embed_tokens.weight"])
+    if "causal" in inner:
+        config = {**config, "is_causal": inner["causal"]}
     hidden = golden_draft.draft(
         config,
         weights,
         taps[first:context],
         np.arange(first, context),
-        target["model.embed_tokens.weight"][slots],
+        embedding[slots],
         context,
-        window_of_each_slot=True,
+        window_of_each_slot=not speculators,
         **options,
     )
-    logits = golden_draft.draft_logits(config, hidden, target["lm_head.weight"])
-    return logits - np.logaddexp.reduce(logits, -1, keepdims=True)
+    head = weights.get("lm_head.weight", target["lm_head.weight"])
+    logits = golden_draft.draft_logits(config, hidden, head)
+    log_probs = logits - np.logaddexp.reduce(logits, -1, keepdims=True)
+    if "d2t" not in weights:
+        return log_probs
+    return golden_draft.over_vocabulary(log_probs, weights["d2t"], len(embedding))
 
 
 def worst(block: DraftBlock, want: np.ndarray) -> float:
@@ -151,6 +202,105 @@ def test_drafts_equal_the_golden_drafter(
     for (root, context), block in list(zip(recorder.asked, recorder.blocks, strict=True))[::3]:
         assert root == text[context]
         assert worst(block, golden_log_probs(folder, taps, root, context)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", SPECULATORS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_speculators_drafter_changes_no_bit(
+    name: str, temperature: float, checkpoint: CheckpointMaker, tmp_path: Path
+) -> None:
+    """Tokens and the logits behind them are plain decoding's, with two requests at once."""
+    folder = make_folder(name, checkpoint, tmp_path)
+    cpu, draft_folder = torch.device("cpu"), folder / "drafter"
+    target = load_target(open_model(folder), torch.float32, cpu)
+    network = load_drafter(open_drafter(draft_folder), torch.float32, cpu, 4096)
+    loaded = Loaded(folder, draft_folder, target, network)
+    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=temperature, seed=5)
+    jobs = [Job(loaded.prompt(length, length), params, join=length % 3) for length in (70, 60)]
+    config = EngineConfig(tree_nodes=15, cache_pages=pages_of(jobs) + 4)
+    engine = make_engine(loaded, lambda pool: DFlashDrafter(network, target, pool), config, True)
+    drafted = run_jobs(engine, jobs)
+    plain = run_jobs(make_engine(loaded, lambda pool: NoDrafter(), config), jobs)
+    assert sum(len(run.traces) for run in drafted) > 10
+    assert max(trace.tree.nodes for run in drafted for trace in run.traces) == 15
+    for one, other in zip(drafted, plain, strict=True):
+        assert one.tokens == other.tokens
+        assert all(map(torch.equal, one.logits, other.logits))
+    if network.tokens is not None:
+        known = set(network.tokens.tolist())
+        trees = [trace.tree for run in drafted for trace in run.traces]
+        assert all(set(tree.tokens[1:].tolist()) <= known for tree in trees)
+
+
+@pytest.mark.parametrize("block_size", [2, 4])
+def test_a_vocabulary_smaller_than_the_tree(block_size: int, checkpoint: CheckpointMaker) -> None:
+    """Five tokens to guess from, sixty-three nodes to fill: the tree is smaller, the text plain."""
+    dims = Dims(draft_vocab_size=5, block_size=block_size)
+    folder = checkpoint("k2.6", drafter=True, dims=dims, layout="speculators")
+    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, seed=3)
+    prompts = [list(range(50)), list(range(9))]
+    llm = LLM(folder, drafter=folder / "drafter", device="cpu", tree_nodes=63)
+    got = llm.generate(prompts, params)
+    llm.engine.check_integrity()
+    want = LLM(folder, drafter="none", device="cpu").generate(prompts, params)
+    assert [one.token_ids for one in got] == [one.token_ids for one in want]
+
+
+def test_a_head_of_its_own_is_kept(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+    """Pain point 3: the target's head in place of the drafter's own guesses something else."""
+    folder = make_folder("speculators", checkpoint, tmp_path)
+    recorder, text = record(folder)
+    (root, context), block = recorder.asked[0], recorder.blocks[0]
+    taps = golden_taps(folder, text)
+    assert worst(block, golden_log_probs(folder, taps, root, context)) < TOLERANCE
+    for name, theirs in (
+        ("lm_head.weight", "lm_head.weight"),
+        (EMBED, "model.embed_tokens.weight"),
+    ):
+        mine = stored_tensors(folder / "drafter")[name]
+        foreign = stored_tensors(folder)["language_model." + theirs]
+        replace_tensors(folder / "drafter", {name: foreign})
+        assert worst(block, golden_log_probs(folder, taps, root, context)) > 100 * TOLERANCE
+        replace_tensors(folder / "drafter", {name: mine})
+
+
+def test_torchspec_names(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+    """context_proj, context_norm and final_norm are fc, hidden_norm and norm."""
+    home = checkpoint("k2.6", drafter=True) / "drafter"
+    stored = stored_tensors(home)
+    theirs = {"fc": "context_proj", "hidden_norm": "context_norm", "norm": "final_norm"}
+    renamed = dict(stored)
+    for name, other in theirs.items():
+        renamed[f"{other}.weight"] = renamed.pop(f"{name}.weight")
+    write_model(tmp_path, read_json(home), renamed)
+    cpu = torch.device("cpu")
+    out = drafter_tensors(load_drafter(open_drafter(tmp_path), torch.float32, cpu))
+    assert out.keys() == stored.keys()
+    assert all(torch.equal(out[name], stored[name].float()) for name in stored)
+
+
+def test_copies_of_the_target_are_skipped(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+    folder = make_folder("speculators-reduced", checkpoint, tmp_path)
+    stored = stored_tensors(folder / "drafter")
+    (folder / "drafter" / "model.safetensors").unlink()
+    extra = {"verifier_lm_head.weight": stored["lm_head.weight"] + 1}
+    save_file({**stored, **extra}, str(folder / "drafter" / "model.safetensors"))
+    llm = LLM(folder, drafter=folder / "drafter", device="cpu")
+    assert "skipped the drafter's copies of the target (verifier_lm_head.weight)" in llm.notes
+
+
+def test_a_drafter_of_another_revision_is_warned_of(
+    checkpoint: CheckpointMaker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copy(checkpoint("k2.6", drafter=True), tmp_path / "Kimi-K2.6")
+    draft = (folder / "drafter").rename(tmp_path / "Kimi-K2.5-DFlash")
+    with caplog.at_level("WARNING", logger="kdtree_engine"):
+        llm = LLM(folder, drafter=draft, device="cpu")
+    assert len(caplog.records) == 1
+    assert caplog.records[0].getMessage() == llm.notes[-1]
+    assert llm.notes[-1].startswith("the drafter is for Kimi-K2.5, but the target is Kimi-K2.6")
+    right = draft.rename(tmp_path / "Kimi-K2.6-DFlash")
+    assert LLM(folder, drafter=right, device="cpu").notes == ("skipped 23 vision tensors",)
 
 
 @BY_DRAFTER
@@ -189,15 +339,20 @@ def test_the_amplitude_is_a_setting(checkpoint: CheckpointMaker, tmp_path: Path)
     assert worst(block, want) > 0.01
 
 
-def test_round_trip_of_the_weights(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
-    """drafter_tensors undoes load_drafter, and what it wrote loads again."""
-    home = checkpoint("k2.6", drafter=True, dims=Dims(drafter_kv_heads=1)) / "drafter"
+@pytest.mark.parametrize("layout", ["z-lab", "speculators"])
+def test_round_trip_of_the_weights(
+    layout: str, checkpoint: CheckpointMaker, tmp_path: Path
+) -> None:
+    """drafter_tensors undoes load_drafter, and what it wrote loads again; t2d repeats d2t."""
+    dims = Dims(drafter_kv_heads=1, draft_vocab_size=96 if layout == "speculators" else None)
+    home = checkpoint("k2.6", drafter=True, dims=dims, layout=layout) / "drafter"
     cpu = torch.device("cpu")
     stored = stored_tensors(home)
     out = drafter_tensors(load_drafter(open_drafter(home), torch.float32, cpu))
+    stored.pop("t2d", None)
     assert out.keys() == stored.keys()
-    assert all(torch.equal(out[name], stored[name].float()) for name in stored)
-    halves = {name: tensor.bfloat16() for name, tensor in out.items()}
+    assert all(torch.equal(out[name].double(), stored[name].double()) for name in stored)
+    halves = {name: tensor.to(stored[name].dtype) for name, tensor in out.items()}
     write_model(tmp_path, read_json(home), halves)
     again = drafter_tensors(load_drafter(open_drafter(tmp_path), torch.float32, cpu))
     assert all(torch.equal(again[name], out[name]) for name in out)
@@ -238,6 +393,35 @@ def test_a_wrong_drafter_is_refused(
     folder = copy(checkpoint("k2.6", drafter=True), tmp_path / "model")
     edit(folder / "drafter", change)
     with pytest.raises(kind, match=message) as caught:
+        LLM(folder, drafter=folder / "drafter", device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"aux_hidden_state_layer_ids": [1, 2, 4]},
+            r"aux_hidden_state_layer_ids \[4\] are outside.*input of target layer k, 1 to 3",
+        ),
+        (
+            {"transformer_layer_config.vocab_size": 170},
+            "vocabulary size is 170, but the target's is 160",
+        ),
+    ],
+)
+def test_a_wrong_speculators_drafter_is_refused(
+    change: dict[str, Any], message: str, checkpoint: CheckpointMaker, tmp_path: Path
+) -> None:
+    dims = Dims(draft_vocab_size=96)
+    made = checkpoint("k2.6", drafter=True, dims=dims, layout="speculators")
+    folder = copy(made, tmp_path / "model")
+    stored = stored_tensors(folder / "drafter")
+    for name in ("embed_tokens.weight", "t2d"):  # shaped by the vocabulary; neither is needed
+        del stored[name]
+    save_file(stored, str(folder / "drafter" / "model.safetensors"))
+    edit(folder / "drafter", change)
+    with pytest.raises(DrafterError, match=message) as caught:
         LLM(folder, drafter=folder / "drafter", device="cpu")
     assert "\n" not in str(caught.value)
 

@@ -35,6 +35,21 @@ def canonical(weights: Weights) -> dict[str, Array]:
     return {name.removeprefix("model."): value for name, value in weights.items()}
 
 
+def flattened(config: Config) -> Config:
+    """A config of the speculators library in the flat form that the functions here read.
+
+    Its auxiliary id k is the hidden state before layer k, the output of layer k - 1. Full layers
+    look both ways; a window counts from the anchor (`visible_keys` without window_of_each_slot).
+    """
+    inner = {
+        "mask_token_id": config["mask_token_id"],
+        "target_layer_ids": [k - 1 for k in config["aux_hidden_state_layer_ids"]],
+    }
+    kept = ("block_size", "sliding_window_non_causal", "sample_from_anchor")
+    outer = {name: config[name] for name in kept}
+    return {**config["transformer_layer_config"], **outer, "dflash_config": inner}
+
+
 def option(config: Config, name: str) -> Any:
     """A field that some writers put at top level and others inside dflash_config."""
     inner = config.get("dflash_config") or {}
@@ -72,16 +87,18 @@ def visible_keys(
 
     A full_attention layer sees all of the context and all of the block. A sliding_attention
     layer sees the last `sliding_window` context tokens (positions >= start - window) and, unless
-    is_causal says otherwise, only the slots up to its own. With `window_of_each_slot` the window
-    ends at the slot itself (q - window < k, and in a block that is not causal k < q + window):
-    the rule some trainers use.
+    is_causal or sliding_window_non_causal says otherwise, only the slots up to its own. With
+    `window_of_each_slot` the window ends at the slot itself (q - window < k, and in a block that is
+    not causal k < q + window): the rule some trainers use.
     """
     slots = start + np.arange(block)
     keys = np.concatenate([np.asarray(context_positions, dtype=np.int64), slots])  # [T + L]
     in_block = np.arange(len(keys)) >= len(context_positions)
     sliding = layer_kind(config, layer) == "sliding_attention"
     causal = option(config, "is_causal")
-    causal = sliding if causal is None else bool(causal)
+    if causal is None:
+        causal = sliding and not option(config, "sliding_window_non_causal")
+    causal = bool(causal)
     seen = np.ones((block, len(keys)), dtype=bool)
     if causal:
         seen &= keys[None, :] <= slots[:, None]  # all of the context comes before slot 0
@@ -167,11 +184,27 @@ def draft(
 
 
 def draft_logits(config: Config, hidden: F64, lm_head: Array) -> F64:
-    """hidden [L, H], lm_head [V, H] -> logits of slots 1..L-1, [L - 1, V]."""
-    logits = hidden[1:] @ lm_head.astype(np.float64).T
+    """hidden [L, H], lm_head [V, H] -> logits of slots 1..L-1, [L - 1, V], one a position.
+
+    With sample_from_anchor slot k guesses the token after its own position: all L slots.
+    """
+    logits = (
+        hidden[0 if option(config, "sample_from_anchor") else 1 :] @ lm_head.astype(np.float64).T
+    )
     logits = logits * float(option(config, "output_multiplier") or 1.0)
     cap = option(config, "final_logit_softcapping")
     return np.tanh(logits / cap) * cap if cap else logits
+
+
+def over_vocabulary(log_probs: F64, offsets: Array, vocab: int) -> F64:
+    """[rows, D] of draft ids -> [rows, vocab] of tokens, those that no id names at -inf.
+
+    offsets [D]: the token of draft id i is i + offsets[i].
+    """
+    out = np.full((len(log_probs), vocab), -np.inf)
+    for draft, offset in enumerate(offsets.tolist()):
+        out[:, draft + offset] = log_probs[:, draft]
+    return out
 
 
 def default_taps(target_layers: int, count: int) -> list[int]:

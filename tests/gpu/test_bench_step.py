@@ -13,6 +13,7 @@ import torch
 
 from kdtree_engine import cli
 from kdtree_engine.cache import CacheLayout
+from kdtree_engine.config import DraftMask
 from kdtree_engine.engine.measure import free, gate, products, step, weights
 from kdtree_engine.engine.measure.decoding import brooms, decoding, random_pool
 from kdtree_engine.engine.measure.shapes import KIMI_K26, TINY, drafter_shape, share
@@ -20,7 +21,6 @@ from kdtree_engine.engine.measure.shapes import KIMI_K26, TINY, drafter_shape, s
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
-FULL = "full_attention"
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
@@ -38,7 +38,7 @@ def test_one_graph_for_every_context_and_every_repeat(drafts: bool) -> None:
     target = weights.random_target(config, torch.bfloat16, CUDA, "zipf")
     drafter = None
     if drafts:
-        shape = replace(drafter_shape("kimi-k2.6", config), num_layers=1, layer_types=(FULL,))
+        shape = replace(drafter_shape("kimi-k2.6", config), num_layers=1, masks=(DraftMask(),))
         drafter = weights.random_drafter(shape, torch.bfloat16, CUDA)
     pool = random_pool(
         target, CacheLayout(80, 8), torch.bfloat16, None if drafter is None else drafter.config

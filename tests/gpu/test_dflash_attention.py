@@ -15,8 +15,9 @@ pytestmark = pytest.mark.gpu
 PAGE = 64
 RANK = PagedCase("rank-of-8", 8, 1, 128, 8, (4500, 63, 0))
 RANK_WINDOW = PagedCase("rank-of-8-window", 8, 1, 128, 8, (9000, 4096), window=4096)
-WHOLE = PagedCase("whole", 64, 8, 128, 8, (1000,), sliding=600)
-CASES = (*PAGED_CASES, RANK, RANK_WINDOW, WHOLE)
+WHOLE = PagedCase("whole", 64, 8, 128, 8, (1000,), sliding=600, causal=True)
+BOTH_WAYS = PagedCase("whole-both-ways", 64, 8, 128, 8, (1000, 3), sliding=5)
+CASES = (*PAGED_CASES, RANK, RANK_WINDOW, WHOLE, BOTH_WAYS)
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -55,11 +56,11 @@ def test_against_the_reference(case: PagedCase) -> None:
             continue  # no such drafter runs in float32
         query, keys, values, layer, contexts, pages = make(case, dtype, float("nan"))
         got = code.dflash_attention_paged(
-            query, keys, values, layer, contexts, pages, case.window, case.sliding
+            query, keys, values, layer, contexts, pages, case.window, case.sliding, case.causal
         )
         want = dflash_attention_paged(
             query.double(), (keys.double(), values.double()), layer.double(), contexts, pages,
-            case.window, case.sliding,
+            case.window, case.sliding, case.causal,
         )  # fmt: skip
         assert near(got, want, tolerance), case.name
 
@@ -70,7 +71,7 @@ def test_deterministic_whatever_lies_in_unwritten_memory(case: PagedCase) -> Non
     seen = []
     for garbage in (float("nan"), float("inf"), 3.0, 3.0):
         *inputs, contexts, pages = make(case, torch.bfloat16, garbage)
-        seen.append(code._launch(*inputs, contexts, pages, limits))
+        seen.append(code._launch(*inputs, contexts, pages, limits, causal=case.causal))
     assert all(torch.equal(one, seen[0]) for one in seen)
     assert bool(seen[0].isfinite().all())
 

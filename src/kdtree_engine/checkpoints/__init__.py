@@ -6,13 +6,8 @@
 from __future__ import annotations
 
 from kdtree_engine.checkpoints.drafter_config import check_drafter
-from kdtree_engine.checkpoints.load import (
-    DrafterCheckpoint,
-    ExpertTensors,
-    ModelCheckpoint,
-    open_drafter,
-    open_model,
-)
+from kdtree_engine.checkpoints.load import ExpertTensors, ModelCheckpoint, open_model
+from kdtree_engine.checkpoints.load_drafter import DrafterCheckpoint, open_drafter
 
 __all__ = [
     "DrafterCheckpoint",

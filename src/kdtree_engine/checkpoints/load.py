@@ -1,6 +1,6 @@
-"""Open model folders: every tensor is checked against the config at once, weights are read later.
+"""Open target folders: every tensor is checked against the config at once, weights are read later.
 
-`open_model` and `open_drafter` read config files and safetensors headers only. The vision tower and
+`open_model` reads config files and safetensors headers only. The vision tower and
 the multi-token-prediction layers are skipped and said so in `notes`.
 """
 
@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from kdtree_engine.checkpoints.check import Differences
-from kdtree_engine.checkpoints.drafter_config import read_drafter_config
 from kdtree_engine.checkpoints.model_config import read_model_config
 from kdtree_engine.checkpoints.names import (
     PROJECTIONS,
     dense_form,
-    drafter_tensors,
     expected_tensors,
     expert_module,
     expert_modules,
@@ -38,7 +36,7 @@ from kdtree_engine.checkpoints.quantization import (
     module_form,
 )
 from kdtree_engine.checkpoints.reader import SafetensorsFolder, StoredTensor, check_folder
-from kdtree_engine.config import DrafterConfig, ModelConfig
+from kdtree_engine.config import ModelConfig
 from kdtree_engine.errors import CheckpointError
 from kdtree_engine.kernels.int4 import Int4Tensor, dequantise
 
@@ -52,14 +50,6 @@ def open_model(folder: str | PathLike[str]) -> ModelCheckpoint:
     check_folder(path)
     config = read_model_config(path)
     return ModelCheckpoint(path, config, SafetensorsFolder(path))
-
-
-def open_drafter(folder: str | PathLike[str]) -> DrafterCheckpoint:
-    """Open a DFlash drafter in z-lab's layout. ConfigError, CheckpointError or DrafterError."""
-    path = Path(folder)
-    check_folder(path)
-    config = read_drafter_config(path)
-    return DrafterCheckpoint(path, config, SafetensorsFolder(path))
 
 
 def canonical_names(folder: Path, files: SafetensorsFolder, prefix: str) -> dict[str, str]:
@@ -240,45 +230,3 @@ class ExpertTensors:
     def _module(self, expert: int, projection: str) -> str:
         assert 0 <= expert < self.count and projection in PROJECTIONS, (expert, projection)
         return expert_module(self.layer, expert, projection)
-
-
-class DrafterCheckpoint:
-    """A checked drafter folder in z-lab's layout; names with or without `model.` in front."""
-
-    def __init__(self, folder: Path, config: DrafterConfig, files: SafetensorsFolder) -> None:
-        self.folder = folder
-        self.config = config
-        self._files = files
-        self._stored_names = canonical_names(folder, files, "model.")
-        stored = {name: files.tensors[full] for name, full in self._stored_names.items()}
-        if config.num_layers > len(stored):
-            raise CheckpointError(
-                f"{folder}: config.json promises {config.num_layers} layers, "
-                f"but the folder holds {len(stored)} tensors"
-            )
-        specs = drafter_tensors(config)
-        found = Differences()
-        found.compare(specs, stored)
-        found.note_extra(sorted(stored.keys() - specs.keys()))
-        found.raise_if_any(folder, self._layout_reason(found.extra))
-
-    def tensor(self, name: str) -> Tensor:
-        """Tensor `name` as stored, in memory of its own (CPU). CheckpointError if unknown."""
-        stored = self._stored_names.get(name.removeprefix("model."))
-        if stored is None:
-            raise CheckpointError(f"{self.folder}: holds no tensor {name}")
-        return self._files.read(stored)
-
-    def close(self) -> None:
-        """Close the files; nothing can be read afterwards."""
-        self._files.close()
-
-    @staticmethod
-    def _layout_reason(extra: list[str]) -> str:
-        """Why a drafter with a vocabulary of its own, or with other names, cannot be used yet."""
-        if any(name.startswith(("embed_tokens.", "lm_head.", "context_proj.")) for name in extra):
-            return (
-                "; only z-lab's DFlash layout is supported, which takes embedding and lm_head from"
-                " the target (the speculators and TorchSpec layouts are not read yet)"
-            )
-        return ""

@@ -19,6 +19,16 @@ FLOATS = ("BF16", "F16", "F32")
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
+EMBED_TOKENS = "embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+DRAFT_TO_TARGET = "d2t"
+TARGET_TO_DRAFT = "t2d"
+
+TORCHSPEC_NAMES = {"context_proj": "fc", "context_norm": "hidden_norm", "final_norm": "norm"}
+
+VERIFIER_PREFIXES = ("verifier_lm_head.", "verifier_norm.")
+"""What the speculators library trains against and older files hold: copies from the target."""
+
 VISION_PREFIXES = ("vision_tower.", "mm_projector.")
 
 
@@ -121,7 +131,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorSpec]:
 
 
 def drafter_tensors(config: DrafterConfig) -> dict[str, TensorSpec]:
-    """Tensors of a DFlash drafter in z-lab's layout, without `model.` (docs/checkpoints.md)."""
+    """Tensors of a DFlash drafter's layers, under z-lab's names and without `model.`."""
     hidden, dim = config.hidden_size, config.head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, len(config.tap_layers) * hidden),
@@ -141,6 +151,27 @@ def drafter_tensors(config: DrafterConfig) -> dict[str, TensorSpec]:
         shapes[attention + "k_norm.weight"] = (dim,)
         shapes.update(_mlp(prefix + "mlp.", config.intermediate_size, hidden))
     return {name: TensorSpec(shape) for name, shape in shapes.items()}
+
+
+def drafter_vocabulary(config: DrafterConfig) -> dict[str, TensorSpec]:
+    """What a DFlash drafter may hold besides: an embedding and a head of its own, and which token
+    each row of the head stands for, as an offset to its id (d2t) and as a set (t2d).
+    """
+    hidden, vocab = config.hidden_size, config.vocab_size
+    drafted = config.draft_vocab_size or vocab
+    return {
+        EMBED_TOKENS: TensorSpec((vocab, hidden)),
+        LM_HEAD: TensorSpec((drafted, hidden)),
+        DRAFT_TO_TARGET: TensorSpec((drafted,), ("I64", "I32")),
+        TARGET_TO_DRAFT: TensorSpec((vocab,), ("BOOL",)),
+    }
+
+
+def drafter_name(stored: str) -> str:
+    """z-lab's name of a drafter's tensor: without `model.`, and TorchSpec's names translated."""
+    name = stored.removeprefix("model.")
+    module, dot, rest = name.partition(".")
+    return TORCHSPEC_NAMES.get(module, module) + dot + rest
 
 
 def skipped_kind(name: str, config: ModelConfig) -> str | None:

@@ -8,6 +8,9 @@ from typing import Any
 K26 = "k2.6"
 DEEPSEEK_V3 = "deepseek-v3"
 FAMILIES = (K26, DEEPSEEK_V3)
+ZLAB = "z-lab"
+SPECULATORS = "speculators"
+LAYOUTS = (ZLAB, SPECULATORS)
 
 Json = dict[str, Any]
 
@@ -49,6 +52,9 @@ class Dims:
     taps: tuple[int, ...] | None = None  # None: three, spread as DFlash does
     drafter_layer_types: tuple[str, ...] | None = None  # None: full attention everywhere
     drafter_sliding_window: int = 32
+    drafter_non_causal: bool = False  # sliding layers look both ways inside the block
+    draft_vocab_size: int | None = None  # None: all of the vocabulary; speculators only
+    sample_from_anchor: bool = False  # speculators only
 
 
 def model_template(family: str, dims: Dims) -> Json:
@@ -63,19 +69,61 @@ def generation_template(family: str, dims: Dims) -> Json:
     return {"eos_token_id": [eos, eos - 1] if family == K26 else eos}
 
 
-def drafter_template(dims: Dims, theta: float = 50000.0) -> Json:
-    """config.json of a DFlash drafter in z-lab's layout (docs/checkpoints.md)."""
-    layer_types = dims.drafter_layer_types or ("full_attention",) * dims.drafter_layers
-    sliding = "sliding_attention" in layer_types
-    return {
+def drafter_template(dims: Dims, theta: float = 50000.0, layout: str = ZLAB) -> Json:
+    """config.json of a DFlash drafter in one of LAYOUTS (docs/checkpoints.md)."""
+    assert layout in LAYOUTS, layout
+    network = _drafter_network(dims, theta)
+    if layout == SPECULATORS:  # whose ids do not reach the last layer's output
+        return _speculators(dims, network, dims.taps or default_taps(dims.num_layers - 1))
+    taps = dims.taps or default_taps(dims.num_layers)
+    return network | {
         "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "attention_bias": False,
         "block_size": dims.block_size,
         "dflash_config": {
             "mask_token_id": dims.vocab_size - 2,
-            "target_layer_ids": list(dims.taps or default_taps(dims.num_layers)),
+            "target_layer_ids": list(taps),
         },
+        "num_target_layers": dims.num_layers,
+        **({"sliding_window_non_causal": True} if dims.drafter_non_causal else {}),
+    }
+
+
+def _speculators(dims: Dims, network: Json, taps: tuple[int, ...]) -> Json:
+    """The speculators library's config around the network's; its ids name the layer after a tap."""
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "aux_hidden_state_layer_ids": [tap + 1 for tap in taps],
+        "block_size": dims.block_size,
+        "draft_vocab_size": dims.draft_vocab_size or dims.vocab_size,
+        "dtype": "bfloat16",
+        "mask_token_id": dims.vocab_size - 2,
+        "sample_from_anchor": dims.sample_from_anchor,
+        "sliding_window_non_causal": dims.drafter_non_causal,
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": dims.block_size - (not dims.sample_from_anchor),
+                }
+            ],
+            "verifier": {"architectures": [], "name_or_path": None},
+        },
+        "speculators_model_type": "dflash",
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": network,
+    }
+
+
+def _drafter_network(dims: Dims, theta: float) -> Json:
+    """What both layouts say of the layers, in the same words."""
+    layer_types = dims.drafter_layer_types or ("full_attention",) * dims.drafter_layers
+    sliding = "sliding_attention" in layer_types
+    return {
+        "model_type": "qwen3",
+        "attention_bias": False,
         "dtype": "bfloat16",
         "head_dim": dims.drafter_head_dim,
         "hidden_act": "silu",
@@ -86,7 +134,6 @@ def drafter_template(dims: Dims, theta: float = 50000.0) -> Json:
         "num_attention_heads": dims.drafter_heads,
         "num_hidden_layers": dims.drafter_layers,
         "num_key_value_heads": dims.drafter_kv_heads,
-        "num_target_layers": dims.num_layers,
         "rms_norm_eps": dims.rms_norm_eps,
         "rope_scaling": yarn_template(dims),
         "rope_theta": dims.rope_theta or theta,

@@ -24,7 +24,11 @@ from kdtree_engine.checkpoints.model_config import (
     parse_model_config,
 )
 from kdtree_engine.checkpoints.names import (
+    DRAFT_TO_TARGET,
+    EMBED_TOKENS,
+    LM_HEAD,
     PROJECTIONS,
+    TARGET_TO_DRAFT,
     drafter_tensors,
     expected_tensors,
     expert_module,
@@ -35,7 +39,7 @@ from kdtree_engine.checkpoints.names import (
 from kdtree_engine.checkpoints.quantization import INT4, PACKED, SCALE, SHAPE, WEIGHT
 from kdtree_engine.checkpoints.reader import INDEX_FILE, SINGLE_FILE
 from kdtree_engine.checkpoints.templates import Dims
-from kdtree_engine.config import ModelConfig
+from kdtree_engine.config import DrafterConfig, ModelConfig
 from kdtree_engine.errors import CheckpointError, OptionError
 from kdtree_engine.kernels.int4 import quantise
 
@@ -78,17 +82,23 @@ def make_checkpoint(
     dims: Dims | None = None,
     logit_std: float = 1.0,
     max_file_bytes: int | None = None,
+    layout: str = templates.ZLAB,
 ) -> None:
     """Write a random target of `family` ("k2.6" or "deepseek-v3") into `folder`.
 
-    With `drafter` also a random DFlash drafter into `folder`/drafter. Weights are scaled so that
-    activations and attention scores spread by about 1 and logits by about `logit_std` (0.01 gives a
-    nearly flat model, in which rounding decides between tokens). The same arguments give the same
-    bytes. OptionError for an unknown family, ConfigError for sizes that do not fit together.
+    With `drafter` also a random DFlash drafter into `folder`/drafter, in `layout` ("z-lab", or
+    "speculators" with a head of its own and perhaps a reduced vocabulary). Weights are scaled so
+    that activations and attention scores spread by about 1 and logits by about `logit_std` (0.01
+    gives a nearly flat model, in which rounding decides between tokens). The same arguments give
+    the same bytes. OptionError for an unknown family or layout, ConfigError for sizes that do not
+    fit together.
     """
     if family not in templates.FAMILIES:
         known = ", ".join(templates.FAMILIES)
         raise OptionError(f"no checkpoint family {family!r}; there are: {known}")
+    if layout not in templates.LAYOUTS:
+        known = ", ".join(templates.LAYOUTS)
+        raise OptionError(f"no drafter layout {layout!r}; there are: {known}")
     dims = dims or Dims()
     generator = torch.Generator().manual_seed(seed)
     data = templates.model_template(family, dims)
@@ -99,13 +109,32 @@ def make_checkpoint(
         write_model(folder, data, tensors, generation, max_file_bytes)
         return
     home = Path(folder) / "drafter"
-    draft_data = templates.drafter_template(dims, config.rope.theta)
+    draft_data = templates.drafter_template(dims, config.rope.theta, layout)
     draft_config = parse_drafter_config(draft_data, str(home / CONFIG_FILE))
     check_drafter(draft_config, config)
     specs = drafter_tensors(draft_config)
     draft = {name: _draw(name, spec.shape, generator) for name, spec in specs.items()}
+    if layout == templates.SPECULATORS:
+        draft |= _drafter_vocabulary(draft_config, generator, logit_std)
+        embedding = config.tensor_prefix + "model." + EMBED_TOKENS
+        draft[EMBED_TOKENS] = tensors[embedding]  # as their training saved it at first
     write_model(folder, data, tensors, generation, max_file_bytes)
     write_model(home, draft_data, draft, None, max_file_bytes)
+
+
+def _drafter_vocabulary(
+    config: DrafterConfig, generator: torch.Generator, logit_std: float
+) -> dict[str, Tensor]:
+    """A drafter's own head, and where the vocabulary is reduced the maps of its ids."""
+    drafted = config.draft_vocab_size or config.vocab_size
+    head = _draw(LM_HEAD, (drafted, config.hidden_size), generator, logit_std)
+    if not config.reduced:
+        return {LM_HEAD: head}
+    tokens = torch.randperm(config.vocab_size, generator=generator)[:drafted].sort().values
+    members = torch.zeros(config.vocab_size, dtype=torch.bool)
+    members[tokens] = True
+    offsets = tokens - torch.arange(drafted)
+    return {LM_HEAD: head, DRAFT_TO_TARGET: offsets, TARGET_TO_DRAFT: members}
 
 
 def random_tensors(

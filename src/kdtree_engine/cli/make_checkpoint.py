@@ -21,6 +21,9 @@ def make_checkpoint(
         bool,
         Parameter(help="Also a DFlash drafter, in OUT/drafter.", negative=(), show_default=False),
     ] = False,
+    layout: Annotated[
+        str, Parameter(help="The drafter's: z-lab or speculators.", metavar="NAME")
+    ] = "z-lab",
     seed: Annotated[
         int,
         Parameter(
@@ -37,8 +40,10 @@ def make_checkpoint(
     """
     if not 0 <= seed <= MAX_SEED:
         raise OptionError(f"--seed is {seed}: expected 0 to 2^63 - 1")
+    if layout != "z-lab" and not drafter:
+        raise OptionError(f"--layout is {layout!r}, but no drafter is written without --drafter")
     from kdtree_engine.checkpoints import write
 
-    write.make_checkpoint(out, family, seed, drafter)
+    write.make_checkpoint(out, family, seed, drafter, layout=layout)
     made = f"a random {family} checkpoint" + (" and its drafter" if drafter else "")
     print(f"kdtree: wrote {made} to {out}", file=sys.stderr)

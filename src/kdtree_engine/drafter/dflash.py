@@ -17,7 +17,7 @@ from kdtree_engine.types import DraftBlocks
 
 
 class DFlashDrafter:
-    """Drafts `block_size - 1` positions in one pass.
+    """Drafts `horizon` positions in one pass.
 
     Its context keys and values live in the cache pool under the request's page numbers: nothing is
     kept here per request, so a new request starts clean and a shared prefix brings its states
@@ -44,14 +44,17 @@ class DFlashDrafter:
             rows.index_copy_(0, slots, torch.stack((key, value), 1).to(layer.dtype))
 
     def propose(self, states: DraftStates, candidates: int) -> DraftBlocks:
-        """The target's head over the masked slots of one block [root, MASK, ...] a request."""
+        """The head over the guessing slots of one block [root, MASK, ...] a request: the masked
+        ones, or all of them where a slot guesses the token after its own.
+        """
         config, batch = self.model.config, states.roots.shape[0]
         tokens = states.roots.new_full((batch, config.block_size), config.mask_token_id)
         tokens[:, 0] = states.roots
         steps = torch.arange(config.block_size, device=tokens.device)
         # Behind the last position nothing is accepted: the engine's depth limit ends there.
         positions = (states.contexts[:, None].long() + steps).clamp_(max=config.max_positions - 1)
-        x = self.target.embedding.index_select(0, tokens.flatten())
+        own = self.model.embedding
+        x = (self.target.embedding if own is None else own).index_select(0, tokens.flatten())
         hidden = self.model.draft_hidden(
             x.view(batch, config.block_size, -1),
             positions,
@@ -59,15 +62,17 @@ class DFlashDrafter:
             states.contexts,
             states.pages,
         )
-        masked = hidden[:, 1:].reshape(batch * config.horizon, -1)
+        guessing = hidden[:, -config.horizon :].reshape(batch * config.horizon, -1)
+        guessed = (states.contexts[:, None].long() + 1 + steps[: config.horizon]).flatten()
         # The target takes the largest of logits / T + noise(seed, position), so the best guess of
         # it is found the same way.
         log_probs, ids = top_log_probs(
-            linear(masked, self.target.head, torch.float32),
+            linear(guessing, self.model.head or self.target.head, torch.float32),
             candidates,
             states.temperatures.repeat_interleave(config.horizon),
             states.seeds.repeat_interleave(config.horizon),
-            positions[:, 1:].flatten(),
+            guessed,
+            self.model.tokens,
         )
         shape = (batch, config.horizon, -1)
         return DraftBlocks(ids.view(shape), log_probs.view(shape))

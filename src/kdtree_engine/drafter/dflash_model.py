@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kdtree_engine.config import DrafterConfig
+from kdtree_engine.config import DrafterConfig, DraftMask
 from kdtree_engine.kernels.dflash_attention import dflash_attention, dflash_attention_paged
 from kdtree_engine.kernels.linear import ColumnBlocks, DenseWeight, linear, product
 from kdtree_engine.kernels.rope import Angles, RopeTable, rotate_half
 from kdtree_engine.model.layers import GatedMLP, Norm
 
 KeysValues = tuple[Tensor, Tensor]  # each [B, T, kv_heads, head_dim]
-# Layer, query [B, L, heads, hd], the blocks' own keys and values, whether it is a sliding layer.
-Attend = Callable[[int, Tensor, KeysValues, bool], Tensor]
+# Layer, query [B, L, heads, hd], the blocks' own keys and values, what the layer's rows see.
+Attend = Callable[[int, Tensor, KeysValues, DraftMask], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,12 @@ class DFlashLayer:
 
 @dataclass(frozen=True, eq=False)
 class DFlashModel:
-    """The drafter's weights; embedding and head are the target's."""
+    """The drafter's weights.
+
+    embedding [V, H] and head (H -> draft vocabulary): None where they are the target's. tokens
+    [draft vocabulary] int64, rising: the token of each of the head's outputs, None where they are
+    the vocabulary.
+    """
 
     config: DrafterConfig
     fc: DenseWeight  # n * H -> H
@@ -67,9 +72,12 @@ class DFlashModel:
     layers: tuple[DFlashLayer, ...]
     norm: Norm
     rope: RopeTable
+    embedding: Tensor | None = None
+    head: DenseWeight | None = None
+    tokens: Tensor | None = None
 
     def parameters(self) -> list[Tensor]:
-        """Every weight, for training, which runs on column blocks."""
+        """Every weight of the layers, for training, which runs on column blocks."""
         found = [_blocks(self.fc), self.hidden_norm.weight, self.norm.weight]
         for layer in self.layers:
             found += [layer.input_norm.weight, layer.query_norm.weight, layer.key_norm.weight]
@@ -89,12 +97,12 @@ class DFlashModel:
         context: per layer, keys and values [B, S, kv_heads, hd]. For training: any number of
         blocks of one sequence in a row of x, under a mask.
         """
-        masks: dict[bool, Tensor] = {}
+        masks: dict[DraftMask, Tensor] = {}
 
-        def attend(index: int, query: Tensor, own: KeysValues, sliding: bool) -> Tensor:
-            if sliding not in masks:
-                masks[sliding] = self.visible(places, sliding)
-            return dflash_attention(query, context[index], own, masks[sliding])
+        def attend(index: int, query: Tensor, own: KeysValues, mask: DraftMask) -> Tensor:
+            if mask not in masks:
+                masks[mask] = visible(places, mask)
+            return dflash_attention(query, context[index], own, masks[mask])
 
         return self._through(x, places.rows, attend)
 
@@ -111,11 +119,13 @@ class DFlashModel:
         positions: [B, L] int64. draft: per layer, the cache's [pages, 64, 2, kv_heads, hd].
         contexts: [B] int32, cached tokens. pages: [B, P] int32, each request's pages.
         """
-        window = self.config.window
 
-        def attend(index: int, query: Tensor, own: KeysValues, sliding: bool) -> Tensor:
-            limit = self.config.sliding_window if sliding else None
-            return dflash_attention_paged(query, *own, draft[index], contexts, pages, window, limit)
+        def attend(index: int, query: Tensor, own: KeysValues, mask: DraftMask) -> Tensor:
+            keys, values = own
+            return dflash_attention_paged(
+                query, keys, values, draft[index], contexts, pages, mask.window, mask.sliding,
+                mask.causal,
+            )  # fmt: skip
 
         return self._through(x, positions, attend)
 
@@ -128,37 +138,38 @@ class DFlashModel:
         normed = self.layers[0].input_norm(rows)
         # As in the target, every addition is one operator with the norm that follows it.
         following = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
-        for index, (layer, kind) in enumerate(zip(self.layers, config.layer_types, strict=True)):
+        for index, (layer, mask) in enumerate(zip(self.layers, config.masks, strict=True)):
             query = linear(normed, layer.query).view(-1, config.num_heads, config.head_dim)
             query = rotate_half(layer.query_norm(query), angles)
             key, value = layer.keys_values(normed, config, angles)
             query, key, value = (
                 torch.unflatten(part, 0, (batch, length)) for part in (query, key, value)
             )
-            mixed = attend(index, query, (key, value), kind == "sliding_attention")
+            mixed = attend(index, query, (key, value), mask)
             output = product(mixed.reshape(batch * length, -1), layer.output)
             rows, normed = layer.mlp_norm.after(output, rows)
             rows, normed = layer.mlp.add(normed, rows, following[index])
         return normed.view(batch, length, width)
 
-    def visible(self, places: BlockPositions, sliding: bool) -> Tensor:
-        """[B, L, S + L] bool. A row sees the context strictly before its root and its own block.
 
-        The draft window keeps the last W context tokens; a sliding layer is causal inside the block
-        and limits the distance to its window.
-        """
-        past = places.context.unsqueeze(1)  # [B, 1, S]
-        anchors, rows = places.anchors.unsqueeze(2), places.rows.unsqueeze(2)  # [B, L, 1]
-        context = past < anchors
-        if self.config.window is not None:
-            context &= past >= anchors - self.config.window
-        own = places.blocks.unsqueeze(2) == places.blocks.unsqueeze(1)
-        if sliding:
-            assert self.config.sliding_window is not None
-            distance = rows - places.rows.unsqueeze(1)
-            own &= (distance >= 0) & (distance < self.config.sliding_window)
-            context &= rows - past < self.config.sliding_window
-        return torch.cat((context, own), 2)
+def visible(places: BlockPositions, mask: DraftMask) -> Tensor:
+    """[B, L, S + L] bool: which context keys, then which rows, does each row of a layer see?
+
+    The context strictly before its root, and its own block, within the layer's limits.
+    """
+    past = places.context.unsqueeze(1)  # [B, 1, S]
+    anchors, rows = places.anchors.unsqueeze(2), places.rows.unsqueeze(2)  # [B, L, 1]
+    context = past < anchors
+    own = places.blocks.unsqueeze(2) == places.blocks.unsqueeze(1)
+    distance = rows - places.rows.unsqueeze(1)
+    if mask.window is not None:
+        context &= past >= anchors - mask.window
+    if mask.causal:
+        own &= distance >= 0
+    if mask.sliding is not None:
+        own &= distance.abs() < mask.sliding
+        context &= rows - past < mask.sliding
+    return torch.cat((context, own), 2)
 
 
 def _blocks(weight: DenseWeight) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kdtree_engine.checkpoints import DrafterCheckpoint
+from kdtree_engine.checkpoints.names import DRAFT_TO_TARGET, EMBED_TOKENS, LM_HEAD
 from kdtree_engine.checkpoints.names import drafter_tensors as expected
 from kdtree_engine.config import DrafterConfig
 from kdtree_engine.drafter.dflash_model import DFlashLayer, DFlashModel
@@ -19,14 +20,18 @@ from kdtree_engine.model.layers import GatedMLP, Norm
 def load_drafter(
     checkpoint: DrafterCheckpoint, dtype: torch.dtype, device: torch.device, positions: int = 0
 ) -> DFlashModel:
-    """The network of a z-lab layout checkpoint, its weights in `dtype` on `device`, for inference.
+    """The network of a checkpoint, its weights in `dtype` on `device`, for inference.
 
     It drafts for at least `positions` positions, the target's, even where its config says fewer or
     nothing: only the guesses may suffer.
     """
     config = checkpoint.config
     config = replace(config, max_positions=max(config.max_positions, positions))
-    tensors = {name: checkpoint.tensor(name) for name in expected(config)}
+    names = [*expected(config)]
+    names += [EMBED_TOKENS] * checkpoint.has_embedding + [LM_HEAD] * checkpoint.has_head
+    tensors = {name: checkpoint.tensor(name) for name in names}
+    if checkpoint.tokens is not None:
+        tensors[DRAFT_TO_TARGET] = checkpoint.tokens - torch.arange(len(checkpoint.tokens))
     return build_drafter(config, tensors, dtype, device, kernels=device.type == "cuda")
 
 
@@ -38,7 +43,7 @@ def build_drafter(
     kernels: bool = False,
 ) -> DFlashModel:
     """The network from tensors named as in a checkpoint, [out, in]; laid out for kernels, or for
-    training.
+    training. An embedding, a head and its map from draft ids to tokens are used where given.
     """
     eps = config.rms_norm_eps
 
@@ -67,6 +72,11 @@ def build_drafter(
             ),
         )
 
+    embedding = offsets = None
+    if EMBED_TOKENS in tensors:
+        embedding = tensors[EMBED_TOKENS].to(device, dtype)
+    if DRAFT_TO_TARGET in tensors:
+        offsets = tensors[DRAFT_TO_TARGET].to(device)
     return DFlashModel(
         config,
         pack("fc"),
@@ -74,6 +84,9 @@ def build_drafter(
         tuple(layer(f"layers.{index}.") for index in range(config.num_layers)),
         norm("norm"),
         rope_table(config.rope, config.head_dim, config.max_positions, device, interleaved=False),
+        embedding,
+        pack("lm_head") if LM_HEAD in tensors else None,
+        None if offsets is None else offsets + torch.arange(len(offsets), device=device),
     )
 
 
@@ -101,4 +114,12 @@ def drafter_tensors(model: DFlashModel) -> dict[str, Tensor]:
         out[prefix + "mlp.gate_proj"] = gate_up[: config.intermediate_size]
         out[prefix + "mlp.up_proj"] = gate_up[config.intermediate_size :]
         out[prefix + "mlp.down_proj"] = layer.mlp.down.matrix()
-    return {name + ".weight": tensor.detach().contiguous() for name, tensor in out.items()}
+    if model.embedding is not None:
+        out["embed_tokens"] = model.embedding
+    if model.head is not None:
+        out["lm_head"] = model.head.matrix()
+    tensors = {name + ".weight": tensor.detach().contiguous() for name, tensor in out.items()}
+    if model.tokens is not None:
+        places = torch.arange(len(model.tokens), device=model.tokens.device)
+        tensors[DRAFT_TO_TARGET] = model.tokens - places
+    return tensors

@@ -12,17 +12,21 @@ from pathlib import Path
 import torch
 
 from kdtree_engine.cache import CacheLayout, allocate_pool, pages_for
-from kdtree_engine.checkpoints import check_drafter, open_drafter, open_model
+from kdtree_engine.checkpoints import ModelCheckpoint, check_drafter, open_drafter, open_model
+from kdtree_engine.checkpoints.model_config import CONFIG_FILE
+from kdtree_engine.checkpoints.reader import read_json
+from kdtree_engine.checkpoints.revision import revision_warning
 from kdtree_engine.config import EngineConfig, ModelConfig
 from kdtree_engine.drafter.base import Drafter
 from kdtree_engine.drafter.dflash import DFlashDrafter
+from kdtree_engine.drafter.dflash_model import DFlashModel
 from kdtree_engine.drafter.load import load_drafter
 from kdtree_engine.drafter.ngram import NgramDrafter
 from kdtree_engine.drafter.none import NoDrafter
 from kdtree_engine.drafter.random import RandomDrafter
 from kdtree_engine.engine.loop import Engine
 from kdtree_engine.engine.memory import cache_pages, check_fits, page_bytes
-from kdtree_engine.errors import OptionError, TokenizerError
+from kdtree_engine.errors import ConfigError, OptionError, TokenizerError
 from kdtree_engine.model import load_target
 from kdtree_engine.tokenizer import Tokenizer
 
@@ -100,7 +104,7 @@ def build_engine(
 ) -> tuple[Engine, tuple[str, ...]]:
     """Load everything and check that it fits together; `config.cache_pages` 0 means as needed.
 
-    Returns the engine and what was skipped of the model folder.
+    Returns the engine, and what was skipped of the folders or speaks against the drafter.
     """
     checkpoint = open_model(folder)
     for note in checkpoint.notes:
@@ -115,11 +119,10 @@ def build_engine(
     draft_folder = _drafter_folder(folder, drafter)
     if not config.tree_nodes:
         draft_folder = None  # plain decoding: nothing to load
-    network = None
+    network, notes = None, checkpoint.notes
     if draft_folder is not None:
-        draft_checkpoint = open_drafter(draft_folder)
-        check_drafter(draft_checkpoint.config, checkpoint.config)
-        network = load_drafter(draft_checkpoint, dtype, device, checkpoint.config.max_positions)
+        network, said = _load_network(draft_folder, checkpoint, dtype, device)
+        notes += said
     target = load_target(checkpoint, dtype, device)
     size = page_bytes(checkpoint.config, network.config if network else None, dtype)
     most = config.max_requests * pages_for(checkpoint.config.max_positions)
@@ -143,7 +146,26 @@ def build_engine(
         chosen = _modelless(drafter if config.tree_nodes else "none", checkpoint.config)
     stops = stop_ids(checkpoint.config, tokenizer)
     engine = Engine(target, chosen, pool, config, stops, tokenizer)
-    return engine, checkpoint.notes
+    return engine, notes
+
+
+def _load_network(
+    folder: Path, target: ModelCheckpoint, dtype: torch.dtype, device: torch.device
+) -> tuple[DFlashModel, tuple[str, ...]]:
+    """The network of a drafter that fits the target, and what there is to say of it."""
+    checkpoint = open_drafter(folder)
+    check_drafter(checkpoint.config, target.config)
+    for note in checkpoint.notes:
+        log.info("%s: %s", folder.name, note)
+    configs = (read_json(one, CONFIG_FILE, ConfigError) for one in (folder, target.folder))
+    draft_config, target_config = configs
+    warning = revision_warning(
+        draft_config, folder.absolute(), target_config, target.folder.absolute()
+    )
+    if warning is not None:
+        log.warning("%s", warning)
+    network = load_drafter(checkpoint, dtype, device, target.config.max_positions)
+    return network, (*checkpoint.notes, *([warning] if warning else []))
 
 
 def _drafter_folder(model: Path, drafter: DrafterChoice) -> Path | None:

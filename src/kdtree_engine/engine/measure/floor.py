@@ -78,9 +78,9 @@ def drafter_work(drafter: DrafterConfig, target: ModelConfig, step: Step) -> lis
     if depth == 0:
         return found
     queries = drafter.num_heads * dim
-    context = min(step.context, drafter.window or step.context)
-    cached = step.requests * context * keys * DENSE_BYTES
-    for _ in range(drafter.num_layers):
+    for mask in drafter.masks:
+        context = min(mask.window or step.context, mask.sliding or step.context, step.context)
+        cached = step.requests * context * keys * DENSE_BYTES
         found += [
             ("draft_attention", product(2 * queries + keys, hidden, drafted)),
             ("draft_attention", Work(cached, 4.0 * drafted.rows * queries * context)),

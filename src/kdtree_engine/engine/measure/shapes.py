@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kdtree_engine.config import DrafterConfig, ModelConfig, RopeConfig
+from kdtree_engine.config import DrafterConfig, DraftMask, ModelConfig, RopeConfig
 from kdtree_engine.errors import OptionError
 
 KIMI_K26 = ModelConfig(
@@ -71,8 +71,7 @@ KIMI_K26_DFLASH = DrafterConfig(
     num_target_layers=61,
     rms_norm_eps=1e-5,
     rope=RopeConfig(50_000.0, "yarn", 64.0, 4096, 32.0, 1.0, 1.0, 1.0),
-    layer_types=("full_attention",) * 6,
-    window=4096,
+    masks=(DraftMask(window=4096),) * 6,
     max_positions=262_144,
 )
 """z-lab's Kimi-K2.6-DFlash, with the window that it is served with."""
@@ -89,8 +88,7 @@ TINY_DFLASH = replace(
     mask_token_id=TINY.vocab_size - 2,
     tap_layers=(0, 2),
     num_target_layers=TINY.num_layers,
-    layer_types=("full_attention",) * 2,
-    window=64,
+    masks=(DraftMask(window=64),) * 2,
     max_positions=TINY.max_positions,
 )
 

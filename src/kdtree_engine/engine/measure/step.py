@@ -131,7 +131,7 @@ def compile_kernels(options: Options) -> None:
         drafter = None
         if options.drafter:
             shape = drafter_shape(options.shape, config)
-            shape = replace(shape, num_layers=1, layer_types=shape.layer_types[:1])
+            shape = replace(shape, num_layers=1, masks=shape.masks[:1])
             drafter = random_drafter(shape, dtype, device)
         _, pool = _pool(target, drafter, options, contexts, dtype, _nobody)
         for rows in counts:

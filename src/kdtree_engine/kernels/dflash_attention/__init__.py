@@ -49,15 +49,16 @@ def dflash_attention_paged(
     pages: Tensor,
     window: int | None = None,
     sliding: int | None = None,
+    causal: bool = False,
 ) -> Tensor:
     """[B, L, heads, hd] for query [B, L, heads, hd], rotated and normed. Scale hd^-0.5.
 
     own_keys, own_values [B, L, kv_heads, hd]: the block's. draft_layer [pages, 64, 2, kv_heads,
     hd]: the cache's keys, then values. contexts [B] int32: cached tokens of each request, at slots
     pages[b, c // 64] * 64 + c % 64 with pages [B, P] int32. Row j stands at position contexts[b] +
-    j. It sees its whole block and the context, of that the last `window` tokens where given; with
-    `sliding`, only itself and the `sliding` - 1 positions before it. Cache memory that no row sees
-    may hold anything.
+    j. It sees the context and its whole block, or with `causal` the block's rows up to itself; of
+    the context the last `window` tokens where given; with `sliding`, nothing that is `sliding` or
+    more positions away, on either side. Cache memory that no row sees may hold anything.
     """
     batch, length, heads, head_dim = query.shape
     kv_heads = own_keys.shape[2]
@@ -70,9 +71,10 @@ def dflash_attention_paged(
     if not has_kernel(query):
         own = (own_keys, own_values)
         return reference.dflash_attention_paged(
-            query, own, draft_layer, contexts, pages, window, sliding
+            query, own, draft_layer, contexts, pages, window, sliding, causal
         )
-    return _launch(query, own_keys, own_values, draft_layer, contexts, pages, (window, sliding))
+    limits = window, sliding
+    return _launch(query, own_keys, own_values, draft_layer, contexts, pages, limits, causal=causal)
 
 
 def _launch(
@@ -85,6 +87,7 @@ def _launch(
     limits: tuple[int | None, int | None],
     tile: Tile | None = None,
     splits: int | None = None,
+    causal: bool = False,
 ) -> Tensor:
     """Both kernels; `limits` are the draft window and the sliding window."""
     from kdtree_engine.kernels.dflash_attention.kernel import draft_combine, draft_partials
@@ -121,7 +124,7 @@ def _launch(
         query, own_keys, own_values, draft_layer, contexts, pages, sums, tops, totals,
         *strides, pages.stride(0), math.log2(math.e) / math.sqrt(head_dim),
         OWN=_power(length), ROWS=tile.rows, TILES=tiles, STAGES=tile.stages,
-        PRECISE=precise(query), num_warps=tile.warps, **sizes,
+        CAUSAL=causal, PRECISE=precise(query), num_warps=tile.warps, **sizes,
     )  # fmt: skip
     chunk = min(32, 1 << (splits - 1).bit_length())
     draft_combine[(rows, kv_heads, batch)](

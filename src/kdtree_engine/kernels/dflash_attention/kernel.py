@@ -88,6 +88,7 @@ def draft_partials(
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     SLIDING: tl.constexpr,
+    CAUSAL: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISE: tl.constexpr,
     PDL: tl.constexpr,
@@ -127,8 +128,10 @@ def draft_partials(
         value = tl.load(own_values + at * value_stride + column, mask=inside, other=0.0)
         distance = row[None, :] - own[:, None]
         seen = (own < LENGTH)[:, None] & (distance < LENGTH)
+        if CAUSAL:
+            seen = seen & (distance >= 0)
         if SLIDING > 0:
-            seen = seen & (distance >= 0) & (distance < SLIDING)
+            seen = seen & (distance < SLIDING) & (distance > -SLIDING)
         top, total, acc = attend(top, total, acc, q, key, value, seen, scale, PRECISE)
 
     token: tl.constexpr = 2 * KV_HEADS * HEAD_DIM  # elements of one token in the cache

@@ -39,6 +39,7 @@ def dflash_attention_paged(
     pages: Tensor,
     window: int | None,
     sliding: int | None,
+    causal: bool = False,
 ) -> Tensor:
     """The operator `dflash_attention_paged` of this folder, gathered page by page.
 
@@ -54,25 +55,30 @@ def dflash_attention_paged(
     at = torch.arange(first, last, device=query.device)  # [S]
     slots = pages.index_select(1, at // page_size).long() * page_size + at % page_size  # [B, S]
     rows = torch.unflatten(draft_layer.flatten(0, 1)[slots.flatten()], 0, slots.shape)
-    mask = _visible(at, contexts, length, window, sliding)
+    mask = _visible(at, contexts, length, window, sliding, causal)
     seen = mask[:, :, : at.numel()].any(1)  # [B, S]
     rows = torch.where(seen[:, :, None, None, None], rows, 0)  # [B, S, 2, kv_heads, hd]
     return dflash_attention(query, (rows[:, :, 0], rows[:, :, 1]), own, mask)
 
 
 def _visible(
-    at: Tensor, contexts: Tensor, length: int, window: int | None, sliding: int | None
+    at: Tensor,
+    contexts: Tensor,
+    length: int,
+    window: int | None,
+    sliding: int | None,
+    causal: bool,
 ) -> Tensor:
-    """[B, L, S + L] bool for context positions at [S]; the rules of DFlashModel.visible."""
+    """[B, L, S + L] bool for context positions at [S]; DFlashModel's rules."""
     anchors = contexts.long()[:, None, None]  # [B, 1, 1]
     offsets = torch.arange(length, device=at.device)
     rows = anchors + offsets[:, None]  # [B, L, 1]
     context = (at < anchors).expand(-1, length, -1)
-    own = torch.ones(length, length, dtype=torch.bool, device=at.device)
+    distance = offsets[:, None] - offsets
+    own = distance >= (0 if causal else -length)
     if window is not None:
         context = context & (at >= anchors - window)
     if sliding is not None:
-        distance = offsets[:, None] - offsets
-        own = (distance >= 0) & (distance < sliding)
+        own = own & (distance.abs() < sliding)
         context = context & (rows - at < sliding)
     return torch.cat((context, own.expand(len(contexts), -1, -1)), 2)

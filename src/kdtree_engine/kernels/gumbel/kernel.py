@@ -52,6 +52,16 @@ def words(seed, position, blocks):
 
 
 @triton.jit
+def word_of(seed, position, token):
+    """The word (uint32) of each token, of any shape: a counter block for every one."""
+    first, second, third, fourth = words_of(seed, position, token // 4)
+    place = token % 4
+    low = tl.where(place == 0, first, second)
+    high = tl.where(place == 2, third, fourth)
+    return tl.where(place < 2, low, high)
+
+
+@triton.jit
 def exact(word):
     """The operator's noise, float32, of uint32 words."""
     uniform = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32
@@ -61,11 +71,7 @@ def exact(word):
 @triton.jit
 def exact_at(seed, position, token):
     """The operator's noise of one token (int32 scalar)."""
-    first, second, third, fourth = words_of(seed, position, token // 4)
-    place = token % 4
-    low = tl.where(place == 0, first, second)
-    high = tl.where(place == 2, third, fourth)
-    return exact(tl.where(place < 2, low, high))
+    return exact(word_of(seed, position, token))
 
 
 @triton.jit

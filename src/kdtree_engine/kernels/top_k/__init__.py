@@ -35,6 +35,7 @@ def top_log_probs(
     temperature: Tensor | None = None,
     seeds: Tensor | None = None,
     positions: Tensor | None = None,
+    names: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k likeliest tokens of logits [R, V]: log-probabilities [R, k] float32 and ids [R, k]
     int64.
@@ -44,9 +45,11 @@ def top_log_probs(
     which makes all of its log-probabilities non-finite. k is cut to V.
 
     value = logit or, with temperature [R] float32, seeds and positions [R] int64, and T > 0 in the
-    row, logit / T + noise of kernels/gumbel: the target's choice is the largest such value. The
-    kernel's noise is right to 2^-16: it ranks guesses and decides no token. On a CUDA device two
-    launches; k over 64 falls back to the reference, which waits for the device.
+    row, logit / T + noise of kernels/gumbel: the target's choice is the largest such value. names
+    [V] int64, rising: the token that each column stands for, in the noise and among the ids that
+    are returned; without it a column is its own token. The kernel's noise is right to 2^-16: it
+    ranks guesses and decides no token. On a CUDA device two launches; k over 64 falls back to the
+    reference, which waits for the device.
     """
     assert logits.ndim == 2 and logits.is_floating_point(), f"logits {list(logits.shape)}"
     if temperature is not None:
@@ -55,10 +58,11 @@ def top_log_probs(
         assert seeds.dtype == positions.dtype == torch.int64
         assert temperature.shape == seeds.shape == positions.shape == logits.shape[:1]
     rows, vocab = logits.shape
+    assert names is None or (names.shape == (vocab,) and names.dtype == torch.int64)
     fits = 0 < min(k, vocab) <= MAX_K and vocab <= MAX_VOCAB and rows > 0
     if has_kernel(logits) and fits:
-        return _launch_top(logits, k, temperature, seeds, positions)
-    return reference.top_log_probs(logits, k, temperature, seeds, positions)
+        return _launch_top(logits, k, temperature, seeds, positions, names)
+    return reference.top_log_probs(logits, k, temperature, seeds, positions, names)
 
 
 def token_log_probs(logits: Tensor, chosen: Tensor, k: int = LOG_PROBS) -> TokenLogProbs:
@@ -96,6 +100,7 @@ def _launch_top(
     temperature: Tensor | None = None,
     seeds: Tensor | None = None,
     positions: Tensor | None = None,
+    names: Tensor | None = None,
     chunk: int = 2048,
     warps: int = 8,
     run: int = 0,
@@ -130,16 +135,17 @@ def _launch_top(
     options = {
         "SUB": run,
         "HOT": temperature is not None,
+        "NAMED": names is not None,
         "FAST": logits.device.type != "cpu",
         **launch_options(logits),
     }
     stride = logits.stride(0)
     kernel.top_runs_kernel[chunks, rows](
-        logits, temperature, seeds, positions, keys, largest, sums, vocab, stride,
+        logits, temperature, seeds, positions, names, keys, largest, sums, vocab, stride,
         RUNS=chunk // run, num_warps=warps, **options,
     )  # fmt: skip
     kernel.merge_kernel[(rows,)](
-        logits, temperature, seeds, positions, keys, largest, sums, listing, found,
+        logits, temperature, seeds, positions, names, keys, largest, sums, listing, found,
         log_probs, tokens, *(chosen or (None, None)), vocab, stride, runs, chunks, k,
         MOST=most, RUNS=next_power_of_2(runs), CHUNKS=next_power_of_2(chunks),
         num_warps=merge_warps, **options,

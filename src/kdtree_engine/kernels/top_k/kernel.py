@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdtree_engine.kernels.gumbel.kernel import perturbed
+from kdtree_engine.kernels.gumbel.kernel import perturbed, word_of
 from kdtree_engine.kernels.gumbel.kernel import words as random_words
 from kdtree_engine.kernels.prologue import begin
 
@@ -73,8 +73,8 @@ def _places(key, level, MOST: tl.constexpr):
 
 @triton.jit
 def _keys(
-    logits, row, token, blocks, vocab, stride, temperature, seeds, positions,
-    HOT: tl.constexpr, FAST: tl.constexpr,
+    logits, row, token, blocks, vocab, stride, temperature, seeds, positions, names,
+    HOT: tl.constexpr, NAMED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Values and keys of a row's tokens [a, b]; counter blocks [a, b / 4]. Both kernels' values
     have the same bits: no multiplication here feeds an addition of another operation.
@@ -85,7 +85,11 @@ def _keys(
     if HOT:
         heat = tl.load(temperature + row)
         if heat > 0:
-            word = random_words(tl.load(seeds + row), tl.load(positions + row), blocks)
+            seed, position = tl.load(seeds + row), tl.load(positions + row)
+            if NAMED:
+                word = word_of(seed, position, tl.load(names + token, mask=inside, other=0))
+            else:
+                word = random_words(seed, position, blocks)
             value = perturbed(value / heat, word, FAST)
     return value, tl.where(inside, _key(value), LOWEST)
 
@@ -96,6 +100,7 @@ def top_runs_kernel(
     temperature,  # [R] float32, where HOT, like the next two
     seeds,  # [R] int64
     positions,  # [R] int64
+    names,  # [vocab] int64, where NAMED: the token of each column
     keys,  # [R, chunks x RUNS] int32, from here on outputs
     largest,  # [R, chunks] float32
     sums,  # [R, chunks] float32
@@ -104,6 +109,7 @@ def top_runs_kernel(
     RUNS: tl.constexpr,
     SUB: tl.constexpr,
     HOT: tl.constexpr,
+    NAMED: tl.constexpr,
     FAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -114,7 +120,19 @@ def top_runs_kernel(
     token = run[:, None] * SUB + tl.arange(0, SUB)[None, :]
     blocks = run[:, None] * (SUB // 4) + tl.arange(0, SUB // 4)[None, :]
     value, key = _keys(
-        logits, row, token, blocks, vocab, stride, temperature, seeds, positions, HOT, FAST
+        logits,
+        row,
+        token,
+        blocks,
+        vocab,
+        stride,
+        temperature,
+        seeds,
+        positions,
+        names,
+        HOT,
+        NAMED,
+        FAST,
     )
     tl.store(keys + row * chunks * RUNS + run, tl.max(key, 1))
     top = tl.max(tl.max(value, 1), 0)
@@ -129,6 +147,7 @@ def merge_kernel(
     temperature,
     seeds,
     positions,
+    names,
     keys,  # [R, runs] int32
     largest,  # [R, chunks] float32
     sums,  # [R, chunks] float32
@@ -148,6 +167,7 @@ def merge_kernel(
     CHUNKS: tl.constexpr,
     SUB: tl.constexpr,
     HOT: tl.constexpr,
+    NAMED: tl.constexpr,
     FAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -184,7 +204,19 @@ def merge_kernel(
     token = run[:, None] * SUB + tl.arange(0, SUB)[None, :]
     blocks = run[:, None] * (SUB // 4) + tl.arange(0, SUB // 4)[None, :]
     _, key = _keys(
-        logits, row, token, blocks, vocab, stride, temperature, seeds, positions, HOT, FAST
+        logits,
+        row,
+        token,
+        blocks,
+        vocab,
+        stride,
+        temperature,
+        seeds,
+        positions,
+        names,
+        HOT,
+        NAMED,
+        FAST,
     )
     key = tl.reshape(key, [MOST * SUB])
     place = _places(key, _level(key, K, MOST, level), MOST)
@@ -200,4 +232,7 @@ def merge_kernel(
     rank = tl.sum(ahead.to(tl.int32), 1)
     kept = (mine < taken) & (rank < K)
     tl.store(log_probs + row * K + rank, _value((one >> 32).to(tl.int32)) - total, mask=kept)
-    tl.store(tokens + row * K + rank, (one & 0xFFFFFFFF) ^ HIGHEST, mask=kept)
+    column = (one & 0xFFFFFFFF) ^ HIGHEST
+    if NAMED:
+        column = tl.load(names + column, mask=kept, other=0)
+    tl.store(tokens + row * K + rank, column, mask=kept)

@@ -9,10 +9,19 @@ from kdtree_engine.kernels.gumbel import gumbel
 from kdtree_engine.kernels.sample.reference import MASS_ONE, ROW_UNIT, masses, weigh
 
 
-def perturb(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def perturb(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    names: Tensor | None = None,
+) -> Tensor:
     """logits / T + noise of rows with T > 0, the others as they are; see the operator."""
     hot = temperature[:, None] > 0
-    noise = gumbel(seeds, positions, logits.shape[-1])
+    if names is None:
+        noise = gumbel(seeds, positions, logits.shape[-1])
+    else:  # of every token up to the last that is named
+        noise = gumbel(seeds, positions, int(names[-1]) + 1).index_select(1, names)
     scaled = logits / torch.where(hot, temperature[:, None], 1.0)
     return torch.where(hot, scaled + noise, logits)
 
@@ -23,14 +32,16 @@ def top_log_probs(
     temperature: Tensor | None = None,
     seeds: Tensor | None = None,
     positions: Tensor | None = None,
+    names: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the operator."""
     logits = logits.float()
     if temperature is not None and bool((temperature > 0).any()):  # noise costs more than the rest
         assert seeds is not None and positions is not None
-        logits = perturb(logits, temperature, seeds, positions)
+        logits = perturb(logits, temperature, seeds, positions, names)
     values, ids = _largest(logits, min(k, logits.shape[-1]))
-    return values - torch.logsumexp(logits, -1, keepdim=True), ids
+    tokens = ids if names is None else names[ids]
+    return values - torch.logsumexp(logits, -1, keepdim=True), tokens
 
 
 def log_sums(logits: Tensor) -> Tensor:
