@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from numbers import Integral
 from os import PathLike
 from pathlib import Path
@@ -41,6 +42,7 @@ from kdtree_engine.engine.request import (
     StreamEvent,
 )
 from kdtree_engine.errors import KDTreeError, OptionError, TokenizerError
+from kdtree_engine.sampling import draw_seed
 from kdtree_engine.tokenizer import TextStream
 from kdtree_engine.tokenizer.chat import ChatFormat, starts_in_reasoning
 from kdtree_engine.tokenizer.parse import ChatParser, output_grammar
@@ -100,7 +102,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete the prompts (texts or lists of token ids), several at a time; outputs in order.
+        """Complete the prompts (texts or lists of token ids), several at a time; outputs in order,
+        each prompt's n next to each other. Samples of one prompt share its computation.
 
         Raises OptionError, TokenizerError or CapacityError before anything runs.
         """
@@ -126,6 +129,8 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
         """Complete one prompt, an event a step; the last event carries the output."""
         _check_params(params or SamplingParams())
+        if params is not None and params.n > 1:
+            raise OptionError(f"n {params.n}: a stream has one output; generate() gives several")
         [request] = self._queue([prompt], [params or SamplingParams()])
         text = None if self.tokenizer is None else self.tokenizer.stream()
         inbox = self._inboxes[request.id] = deque()
@@ -217,12 +222,16 @@ class LLM:
     def _queue(
         self, prompts: Sequence[Prompt], settings: Sequence[SamplingParams]
     ) -> list[Request]:
-        """Add all or none."""
+        """Add all samples of all prompts, or none."""
         encoded = [self._encode(prompt) for prompt in prompts]
         requests: list[Request] = []
         try:
             for tokens, params in zip(encoded, settings, strict=True):
-                requests.append(self.engine.add(tokens, params))
+                first: Request | None = None
+                for sample, one in enumerate(_samples(params)):
+                    added = self.engine.add(tokens, one, sample=sample, after=first)
+                    first = first or added
+                    requests.append(added)
         except KDTreeError:
             for request in requests:
                 self.engine.cancel(request)
@@ -263,7 +272,17 @@ class LLM:
             request.stats,
             request.prompt_tokens,
             request.error,
+            request.sample,
         )
+
+
+def _samples(params: SamplingParams) -> list[SamplingParams]:
+    """The settings with which each of n samples would be drawn alone."""
+    if params.n == 1:
+        return [params]
+    seed = draw_seed() if params.seed is None else params.seed
+    seeds = [seed, *((seed + sample) % 2**64 for sample in range(1, params.n))]
+    return [replace(params, seed=one, n=1) for one in seeds]
 
 
 def _visible(request: Request, ids: list[int]) -> list[int]:

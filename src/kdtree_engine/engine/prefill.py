@@ -1,5 +1,6 @@
 """A piece of one request's prompt: the step's forward over a causal run. Its rows go straight to
-the request's pages, so there is nothing to walk and nothing to move.
+the request's pages, so there is nothing to walk and nothing to move. A request that was preempted
+computes its prompt and its output anew in the same way.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from kdtree_engine.sampling import sample
 
 
 def prefill(parts: StepParts, request: Request, count: int) -> StepResult:
-    """Compute the next `count` prompt tokens; the prompt's end chooses the first token.
+    """Compute the next `count` tokens; the prompt's end chooses the first token of the output.
 
-    The host waits for that token: it decides whether the request goes on.
+    The host waits for that token: it decides whether the request goes on. Where the root is known,
+    as after a preemption, nothing is chosen and nobody waits.
     """
     watch = Stopwatch()
     layout, drafter = parts.pool.layout, parts.drafter
@@ -23,10 +25,10 @@ def prefill(parts: StepParts, request: Request, count: int) -> StepResult:
     out = parts.target.forward(inputs, parts.pool.latents, reserved, drafter.tap_layers)
     watch.lap("forward")
     chosen: list[int] = []
-    ends = request.context + count == request.prompt_tokens
+    ends = request.context + count == request.fill
     if request.keep_logits:
         request.logits.append(out.logits)
-    elif ends:
+    elif ends and request.is_rootless:
         standing = parts.state.at(inputs.tokens.new_full((1,), request.place))
         picks = sample(out.logits, sampling_rows(standing, inputs.positions[-1:]))
         if bool(picks.finite):

@@ -13,6 +13,7 @@ from kdtree_engine.errors import OptionError
 from kdtree_engine.sampling import check_filters
 from kdtree_engine.types import AcceptedPath, DraftTree
 
+_MOST_SAMPLES = 128
 _MOST_TOP_K = 2**31 - 1  # no vocabulary is larger, and tensors of settings hold it
 
 
@@ -22,7 +23,8 @@ class SamplingParams:
 
     max_tokens: tokens to make at most. temperature: 0 takes the likeliest. top_k, top_p, min_p:
     None means off. seed: any integer; None draws one, which the output reports. stop_token_ids: end
-    the text like the model's own stop tokens. ignore_eos: go on after the model's own.
+    the text like the model's own stop tokens. ignore_eos: go on after the model's own. n: outputs
+    for each prompt, 1 to 128; the i-th, from 0, is drawn with seed + i (modulo 2^64).
     """
 
     max_tokens: int = 128
@@ -33,14 +35,17 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
+    n: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "top_k", "seed"):
+        for name in ("max_tokens", "top_k", "seed", "n"):
             _check_number(name, getattr(self, name), Integral, "an integer")
         for name in ("temperature", "top_p", "min_p"):
             _check_number(name, getattr(self, name), Real, "a number")
         if self.max_tokens < 1:
             raise OptionError(f"max_tokens {self.max_tokens} must be 1 or more")
+        if not 1 <= self.n <= _MOST_SAMPLES:
+            raise OptionError(f"n {self.n} must be from 1 to {_MOST_SAMPLES}")
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         check_filters(*self.filters)
 
@@ -67,7 +72,7 @@ def _token_ids(stops: object) -> tuple[int, ...]:
 
 def _check_number(name: str, value: object, kind: type, wanted: str) -> None:
     """None stands for "off" or "draw one" where the field allows it."""
-    optional = name not in ("max_tokens", "temperature")
+    optional = name not in ("max_tokens", "temperature", "n")
     if (value is None and optional) or (isinstance(value, kind) and not isinstance(value, bool)):
         return
     raise OptionError(f"{name} {value!r} must be {wanted}{' or None' if optional else ''}")
@@ -78,7 +83,8 @@ class RequestStats:
     """steps: decode steps, prefill not counted. tokens: emitted. accepted: per step, drafts
     accepted (root and next token not counted), nodes: per step, drafts verified. seconds: per
     phase, of the steps that the request took part in. cached_tokens: prompt tokens found in the
-    prefix cache.
+    prefix cache when it was first admitted. preemptions: how often it lost its pages to others and
+    computed them anew.
     """
 
     steps: int = 0
@@ -87,6 +93,7 @@ class RequestStats:
     nodes: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     cached_tokens: int = 0
+    preemptions: int = 0
 
     @property
     def tokens_per_step(self) -> float:
@@ -114,6 +121,7 @@ class RequestStats:
             "nodes": self.nodes,
             "seconds": self.seconds,
             "cached_tokens": self.cached_tokens,
+            "preemptions": self.preemptions,
         }
 
 
@@ -128,7 +136,9 @@ class StepTrace:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request. finish_reason: "stop", "length", or "error" (then `error` says why)."""
+    """A finished request. finish_reason: "stop", "length", or "error" (then `error` says why).
+    sample: which of its prompt's n outputs it is, from 0.
+    """
 
     text: str
     token_ids: list[int]
@@ -137,6 +147,7 @@ class RequestOutput:
     stats: RequestStats
     prompt_tokens: int
     error: str | None = None
+    sample: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +166,9 @@ class Request:
 
     tokens: prompt, then output. context: tokens whose latents are committed. place: its scratch
     page. pages: its cache pages, `chains` the hashes of those already published. stops: ids that
-    end it. keep_logits: prompt only, every row's logits wanted; they gather in `logits`.
+    end it. keep_logits: prompt only, every row's logits wanted; they gather in `logits`. fill: how
+    many tokens its prefill computes. sample: its number among those of one prompt. after: while
+    waiting, the request whose prompt it shares and lets go first.
     """
 
     id: int
@@ -166,6 +179,9 @@ class Request:
     most_tokens: int  # emitted at most: max_tokens, or what the positions leave
     stops: frozenset[int]
     keep_logits: bool = False
+    sample: int = 0
+    after: Request | None = None
+    fill: int = field(init=False)
     context: int = 0
     is_prefill: bool = True
     place: int = -1
@@ -175,6 +191,19 @@ class Request:
     stats: RequestStats = field(default_factory=RequestStats)
     finish_reason: str | None = None
     error: str | None = None
+
+    def __post_init__(self) -> None:
+        self.fill = self.prompt_tokens
+
+    @property
+    def is_rootless(self) -> bool:
+        """Whether the root is still to be chosen, by the last token that the prefill computes."""
+        return self.fill == len(self.tokens)
+
+    @property
+    def most_context(self) -> int:
+        """Tokens that its pages will ever have to hold."""
+        return self.prompt_tokens + self.most_tokens
 
     @property
     def output_ids(self) -> list[int]:
@@ -199,6 +228,17 @@ class Request:
         if self.finish_reason is None and self.remaining == 0:
             self.finish_reason = "length"
         return kept
+
+    def rewind(self) -> None:
+        """Give up what was computed but not what was emitted: a prefill is to compute it anew, up
+        to the root where there is one. Logits that were to be kept come again with it.
+        """
+        if not self.is_prefill:
+            self.fill = len(self.tokens) - 1
+        self.is_prefill = True
+        self.context = 0
+        self.pages, self.chains, self.logits = [], [], []
+        self.place = -1
 
     def fail(self, reason: str) -> None:
         """End with an error; what was emitted before stays."""
