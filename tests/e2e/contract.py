@@ -129,11 +129,14 @@ class Violation:
 
 @dataclass(frozen=True)
 class Report:
-    """Outcome of a case. tokens: compared. accepted: (depth, sibling rank) of accepted drafts."""
+    """Outcome of a case. tokens: compared. accepted: (depth, sibling rank) of accepted drafts.
+    preemptions: of all requests together.
+    """
 
     tokens: int
     violations: list[Violation]
     accepted: list[tuple[int, int]]
+    preemptions: int = 0
 
 
 class Contract:
@@ -150,11 +153,8 @@ class Contract:
             loaded = self.models.load(case.model, case.dtype)
             seed = 100 * case.variant + 10 * list(SHORTEST).index(lengths) + index
             prompt = loaded.prompt(SHORTEST[lengths], seed)
-            job = Job(prompt, sampling_params(case.sampling, SPREAD[lengths] + MOST_NEW, seed))
-            config = EngineConfig(0, prefill_chunk=512, cache_pages=pages_of([job]), max_requests=1)
-            [run] = run_jobs(make_engine(loaded, lambda _: NoDrafter(), config), [job])
-            tokens = prompt + run.tokens
-            self._truths[key] = Truth(tokens, len(prompt), torch.stack(run.logits), seed)
+            params = sampling_params(case.sampling, SPREAD[lengths] + MOST_NEW, seed)
+            self._truths[key] = plain_truth(loaded, prompt, params, seed)
         return self._truths[key]
 
     def check(self, case: Case) -> Report:
@@ -171,7 +171,8 @@ class Contract:
             pages_of([*jobs, *earlier]) + 2,
             min(case.requests, PLACES),
         )
-        make = _drafter_maker(case, loaded, [truth.tokens for truth in truths])
+        answers = [truth.tokens for truth in truths]
+        make = drafter_maker(case.drafter, loaded, answers, case.seed)
         engine = make_engine(loaded, make, config, drafts=case.drafter == "dflash")
         if case.pages == "scrambled":
             scramble(engine, case.seed)
@@ -196,6 +197,14 @@ class Contract:
         )
 
 
+def plain_truth(loaded: Loaded, prompt: Sequence[int], params: SamplingParams, seed: int) -> Truth:
+    """Decode a prompt plainly, in an engine of its own."""
+    job = Job(prompt, params)
+    config = EngineConfig(0, prefill_chunk=512, cache_pages=pages_of([job]), max_requests=1)
+    [run] = run_jobs(make_engine(loaded, lambda _: NoDrafter(), config), [job])
+    return Truth([*prompt, *run.tokens], len(prompt), torch.stack(run.logits), seed)
+
+
 def sampling_params(sampling: str, new: int, seed: int) -> SamplingParams:
     """Settings of a request; the seed belongs to its prompt."""
     if sampling == "greedy":
@@ -205,8 +214,12 @@ def sampling_params(sampling: str, new: int, seed: int) -> SamplingParams:
     )
 
 
-def first_difference(case: str, name: str, run: Run, truth: Truth) -> Violation | None:
-    """Compare what a request emitted with the truth that its prompt begins."""
+def first_difference(
+    case: str, name: str, run: Run, truth: Truth, whole: bool = True
+) -> Violation | None:
+    """Compare what a request emitted with the truth that its prompt begins. whole: it ran on to its
+    last token.
+    """
     start = run.request.prompt_tokens
     wanted = truth.tokens[start : start + len(run.tokens)]
     for offset, (token, row, origin) in enumerate(
@@ -221,7 +234,7 @@ def first_difference(case: str, name: str, run: Run, truth: Truth) -> Violation 
             f"of {len(row)} logits differ, by {float(off.max()):.3g} at most; {origin}"
         )
         return Violation(case, name, start + offset, what)
-    if len(run.tokens) == run.request.most_tokens:
+    if not whole or len(run.tokens) == run.request.most_tokens:
         return None
     what = f"ended early: {run.request.finish_reason}, {run.request.error}"
     return Violation(case, name, start + len(run.tokens), what)
@@ -299,13 +312,16 @@ def _earlier_jobs(case: Case, truths: Sequence[Truth], jobs: Sequence[Job]) -> l
     return earlier
 
 
-def _drafter_maker(case: Case, loaded: Loaded, answers: Sequence[Sequence[int]]) -> MakeDrafter:
+def drafter_maker(
+    drafter: str, loaded: Loaded, answers: Sequence[Sequence[int]], seed: int
+) -> MakeDrafter:
+    """A drafter by its name in `MAIN_AXES`; the replay drafter knows `answers`."""
     vocab = loaded.target.config.vocab_size
     makers: dict[str, MakeDrafter] = {
         "none": lambda pool: NoDrafter(),
         "ngram": lambda pool: NgramDrafter(),
-        "random": lambda pool: RandomDrafter(vocab, seed=case.seed),
-        "replay": lambda pool: ReplayDrafter(answers, vocab, seed=case.seed),
+        "random": lambda pool: RandomDrafter(vocab, seed=seed),
+        "replay": lambda pool: ReplayDrafter(answers, vocab, seed=seed),
         "dflash": lambda pool: DFlashDrafter(loaded.network, loaded.target, pool),
     }
-    return makers[case.drafter]
+    return makers[drafter]
