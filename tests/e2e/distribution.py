@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -104,15 +105,20 @@ def draw_words(home: Path, draws: Draws, **wrong: Any) -> tuple[Tensor, int]:
 
 def word_chances(home: Path, filters: dict[str, Any], length: int) -> Tensor:
     """The probability of every word, [VOCAB ^ length] float64, in the order of its digits."""
-    llm = _model(home, 0)
-    prefixes = itertools.product(range(VOCAB), repeat=length - 1)
-    # Row i of a prefix: the logits after its first i tokens.
-    rows = torch.stack([llm.logits([*PROMPT, *one])[-length:] for one in prefixes])
+    rows = _prefix_logits(home, length)
     chances = torch.ones(1, dtype=torch.float64)
     for depth in range(length):
         logits = rows[:: VOCAB ** (length - 1 - depth), depth]
         chances = (chances[:, None] * token_chances(logits, filters)).flatten()
     return chances
+
+
+@lru_cache(maxsize=4)
+def _prefix_logits(home: Path, length: int) -> Tensor:
+    """[VOCAB ^ (length - 1), length, VOCAB]: row i of a prefix after its first i tokens."""
+    llm = _model(home, 0)
+    prefixes = itertools.product(range(VOCAB), repeat=length - 1)
+    return torch.stack([llm.logits([*PROMPT, *one])[-length:] for one in prefixes])
 
 
 def token_chances(logits: Tensor, filters: dict[str, Any]) -> Tensor:

@@ -41,6 +41,7 @@ AXES: Axes = {
     "chunk": (7, 64, 512),
     "runner": ("direct", "ahead", "captured"),
 }
+QUICK_AXES: Axes = {**AXES, "model": ("flat", "groups"), "nodes": (0, 7, "chain")}
 REQUESTS = 8
 PROMPTS = (9, 20, 33, 47, 63, 70)  # tokens; those of the last are shared by three requests
 PLACES = 5

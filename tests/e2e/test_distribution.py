@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,6 @@ def test_make_exact_draws_enough() -> None:
     draws = full_draws()
     for mode in MODES:
         assert sum(one.words * one.length for one in draws if one.mode == mode) >= 100_000
-    seeds = sorted((one.first_seed, one.words) for one in [*draws])
-    for (first, words), (after, _) in zip(seeds, seeds[1:], strict=False):
+    seeds = sorted((one.first_seed, one.words) for one in draws)
+    for (first, words), (after, _) in itertools.pairwise(seeds):
         assert first + words <= after, "seeds of their own"

@@ -17,7 +17,7 @@ from checkpoint_tools import CheckpointMaker
 from e2e.helpers import greedy, load, plain, sampled
 from e2e.helpers import prompt as any_prompt
 from e2e.models import TINY, Models
-from e2e.pressure import AXES, UnderPressure, pressure_cases
+from e2e.pressure import QUICK_AXES, UnderPressure, pressure_cases
 from e2e.pretend import Pretend
 from kdtree_engine import LLM, SamplingParams
 from kdtree_engine.cache import pages_for
@@ -336,13 +336,12 @@ def under_pressure(tmp_path_factory: pytest.TempPathFactory) -> UnderPressure:
     return UnderPressure(Models(tmp_path_factory.mktemp("models")))
 
 
-QUICK = {**AXES, "model": ("flat", "groups"), "nodes": (0, 7, "chain")}
-
-
-@pytest.mark.parametrize("model", QUICK["model"])
+@pytest.mark.parametrize("model", QUICK_AXES["model"])
 def test_contract_holds_under_pressure(under_pressure: UnderPressure, model: str) -> None:
     """`make exact` has the packaged model and larger trees as well."""
-    reports = [under_pressure.check(case) for case in pressure_cases(QUICK) if case.model == model]
+    reports = [
+        under_pressure.check(case) for case in pressure_cases(QUICK_AXES) if case.model == model
+    ]
     violations = [str(one) for report in reports for one in report.violations]
     assert not violations, "\n".join(violations)
     assert len(reports) > 5 and all(report.preemptions for report in reports)
@@ -352,7 +351,9 @@ def test_a_wrong_resumption_is_reported(
     under_pressure: UnderPressure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that computes one token too few anew: the root's place in the cache is off."""
-    case = next(one for one in pressure_cases(QUICK) if one.model == "groups" and one.nodes == 7)
+    case = next(
+        one for one in pressure_cases(QUICK_AXES) if one.model == "groups" and one.nodes == 7
+    )
     assert not under_pressure.check(case).violations
     original = Request.rewind
 
