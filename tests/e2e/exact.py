@@ -1,5 +1,6 @@
-"""`make exact`: the contract over the full product of its main axes, in several processes; beside it the contract
-under page pressure (pressure.py) and the distribution of sampled words (distribution.py).
+"""`make exact`: the contract over the full product of its main axes, in several processes; beside
+it the contract under page pressure (pressure.py) and the distribution of sampled words
+(distribution.py).
 
     python tests/e2e/exact.py [product | short] [--minutes M] [--shards N] [--only AXIS=VALUE,...]
 
