@@ -36,7 +36,7 @@ from kdtree_engine.checkpoints.templates import K26
 from kdtree_engine.checkpoints.write import make_checkpoint
 from kdtree_engine.engine.request import Request
 
-PLACES, PAGES = 8, 14
+PLACES, PAGES = 8, 10
 WAITING = 4  # requests kept in the queue
 SLICE = 250  # steps until the next engine has its turn
 WARM_ROUNDS = 2  # turns of each engine before memory is measured
@@ -63,7 +63,7 @@ def kinds() -> dict[str, Kind]:
     """Kinds of requests by name: what draws the settings of one."""
 
     def new(draw: random.Random) -> int:
-        return draw.choice((1, 2, 8, 30, 90, 150))
+        return draw.choice((1, 2, 20, 80, 150, 250))
 
     return {
         "greedy": lambda draw: SamplingParams(new(draw), ignore_eos=True),

@@ -36,8 +36,9 @@ def test_words_are_drawn_as_the_model_says(draws: Draws, home: Path) -> None:
 @pytest.mark.parametrize(
     ("filters", "wrong"),
     [
-        ("no filter", {"temperature": 1.15}),
-        ("no filter", {"top_k": 15}),
+        ("no filter", {"temperature": 1.3}),
+        ("no filter", {"temperature": 0.8}),
+        ("no filter", {"top_p": 0.9}),
         ("top-k", {"top_k": 6}),
         ("top-k", {"top_k": 4}),
         ("top-p", {"top_p": 0.7}),
