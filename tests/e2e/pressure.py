@@ -43,7 +43,7 @@ AXES: Axes = {
 }
 QUICK_AXES: Axes = {**AXES, "model": ("flat", "groups"), "nodes": (0, 7, "chain")}
 REQUESTS = 8
-PROMPTS = (9, 20, 33, 47, 63, 70)  # tokens; those of the last are shared by three requests
+PROMPTS = (40, 20, 33, 28, 47, 70)  # tokens; those of the last are shared by three requests
 PLACES = 5
 MOST_NEW = 100  # tokens of a request, so that each grows over one or two page borders
 LEAVERS = 2  # requests that are cancelled
@@ -130,7 +130,7 @@ def _jobs(case: Pressure, truths: Sequence[Truth]) -> list[Job]:
             Job(
                 truth.tokens[: truth.prompt],
                 params,
-                join=0 if index >= first else draw.randint(0, 6),
+                join=5 if index >= first else draw.randint(0, 3),
                 leave=draw.randint(0, 60) if index in leavers else None,
                 first=first if index > first else None,
             )

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,14 @@ WAITING = 4  # requests kept in the queue
 SLICE = 250  # steps until the next engine has its turn
 WARM_ROUNDS = 2  # turns of each engine before memory is measured
 COMPARED_EVERY = 40  # of so many finished requests one is compared with plain decoding
-CANCEL = 0.02  # the share of steps before which somebody is cancelled
+CANCEL = 0.03  # the share of steps before which somebody is cancelled
 PRINT_EVERY = 10.0  # seconds
 MOST_GROWTH = 24 << 20  # bytes of resident memory; the allocator's own raggedness
 MOST_CUDA_GROWTH = 16 << 20  # bytes that tensors hold: a graph captured late
 
 # Drafter, tree, how it runs: as it stands, looking ahead, or captured (pretended on a CPU).
-SETTINGS: tuple[tuple[str, int | str, str], ...] = (
+Setting = tuple[str, int | str, str]
+SETTINGS: tuple[Setting, ...] = (
     ("none", 0, "direct"),
     ("ngram", 7, "direct"),
     ("dflash", 15, "ahead"),
@@ -63,16 +64,24 @@ def kinds() -> dict[str, Kind]:
     """Kinds of requests by name: what draws the settings of one."""
 
     def new(draw: random.Random) -> int:
-        return draw.choice((1, 2, 20, 80, 150, 250))
+        return draw.choice((1, 2, 20, 100, 200, 300))
 
     return {
         "greedy": lambda draw: SamplingParams(new(draw), ignore_eos=True),
-        "sampled": lambda draw: SamplingParams(new(draw), 1.0, seed=draw.getrandbits(64)),
+        "sampled": lambda draw: SamplingParams(
+            new(draw), 1.0, seed=draw.getrandbits(64), ignore_eos=True
+        ),
         "filtered": lambda draw: SamplingParams(
-            new(draw), 1.0, top_k=20, top_p=0.9, min_p=0.02, seed=draw.getrandbits(64)
+            new(draw),
+            1.0,
+            top_k=20,
+            top_p=0.9,
+            min_p=0.02,
+            seed=draw.getrandbits(64),
+            ignore_eos=True,
         ),
         "stopped": lambda draw: SamplingParams(
-            new(draw), 1.0, seed=draw.getrandbits(64), stop_token_ids=range(0, 48, 16)
+            new(draw), 1.0, seed=draw.getrandbits(64), stop_token_ids=(7, 11)
         ),
     }
 
@@ -97,7 +106,7 @@ class Traffic:
         self.llm, self.name, self.plain, self.counts = llm, name, plain, counts
         self.draw = random.Random(f"soak {seed} {name}")
         self.kinds = kinds()
-        self.prompts = [self._ids(self.draw.randrange(1, 150)) for _ in range(6)]
+        self.prompts = [self._ids(self.draw.choice((3, 20, 40, 60, 70, 150))) for _ in range(6)]
         self.live: list[Request] = []
 
     def step(self) -> None:
@@ -119,7 +128,7 @@ class Traffic:
         draw = self.draw
         prompt = draw.choice(self.prompts)
         if draw.random() < 0.6:
-            prompt = [*prompt[: draw.randrange(len(prompt))], *self._ids(draw.randrange(1, 60))]
+            prompt = [*prompt[: draw.randrange(len(prompt))], *self._ids(draw.randrange(1, 30))]
         kind = draw.choice(list(self.kinds))
         self.counts.added[kind] += 1
         first: Request | None = None
@@ -159,11 +168,13 @@ def _has_ended(request: Request) -> bool:
     return request.finish_reason is not None or (request.keep_logits and not request.is_prefill)
 
 
-def traffic(folder: Path, device: str, counts: Counts, seed: int) -> list[Traffic]:
-    """An engine for each of `SETTINGS`."""
+def traffic(
+    folder: Path, device: str, counts: Counts, seed: int, settings: Sequence[Setting]
+) -> list[Traffic]:
+    """An engine for each of `settings`."""
     plain = LLM(folder, drafter="none", device=device, tree_nodes=0, max_requests=1)
     found = []
-    for drafter, nodes, way in SETTINGS:
+    for drafter, nodes, way in settings:
         llm = LLM(
             folder,
             drafter=folder / "drafter" if drafter == "dflash" else drafter,
@@ -195,7 +206,13 @@ def held(device: str) -> int:
     return torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
-def soak(steps: int, device: str, seed: int, length: int = SLICE) -> dict[str, Any]:
+def soak(
+    steps: int,
+    device: str,
+    seed: int,
+    length: int = SLICE,
+    settings: Sequence[Setting] = SETTINGS,
+) -> dict[str, Any]:
     """Run; the summary as plain values. length: steps of a turn."""
     logging.getLogger("kdtree_engine").setLevel(logging.ERROR)  # random drafters guess badly
     counts, began, printed = Counts(), time.monotonic(), 0.0
@@ -203,7 +220,7 @@ def soak(steps: int, device: str, seed: int, length: int = SLICE) -> dict[str, A
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home) / "model"
         make_checkpoint(folder, K26, 5, drafter=True, dims=TINY)
-        engines = traffic(folder, device, counts, seed)
+        engines = traffic(folder, device, counts, seed, settings)
         turn = 0
         while counts.steps < steps and not counts.wrong:
             if turn == WARM_ROUNDS * len(engines):

@@ -8,9 +8,10 @@ from e2e import soak
 from kdtree_engine.engine.request import Request
 
 
-def test_a_short_soak() -> None:
+def test_a_short_soak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every engine has its turns, and every kind of request comes; memory was measured."""
-    found = soak.soak(500, "cpu", seed=1, length=25)
+    monkeypatch.setattr(soak, "COMPARED_EVERY", 5)
+    found = soak.soak(500, "cpu", seed=1, length=25, settings=soak.SETTINGS[2:4])
     assert found["wrong"] == [] and found["steps"] == 500
     assert set(found["requests_added"]) == set(soak.kinds())
     assert {"stop", "length", "cancelled"} <= set(found["requests_ended"])
@@ -26,5 +27,4 @@ def test_a_soak_sees_a_changed_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Request, "emit", wrong)
     monkeypatch.setattr(soak, "COMPARED_EVERY", 1)
-    monkeypatch.setattr(soak, "SETTINGS", soak.SETTINGS[1:2])
-    assert soak.soak(200, "cpu", seed=1, length=25)["wrong"]
+    assert soak.soak(200, "cpu", seed=1, length=25, settings=soak.SETTINGS[1:2])["wrong"]
