@@ -47,6 +47,10 @@ PROMPTS = (40, 20, 33, 28, 47, 70)  # tokens; those of the last are shared by th
 PLACES = 5
 MOST_NEW = 100  # tokens of a request, so that each grows over one or two page borders
 LEAVERS = 2  # requests that are cancelled
+# For even and odd seeds: pages besides those of the largest request, and when requests leave. With
+# few pages two run at once, and whoever leaves, the next two run out; with more, three must stay.
+SPARE = (0, 2)
+LEAVING = ((0, 60), (50, 90))  # steps after they joined
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ def _jobs(case: Pressure, truths: Sequence[Truth]) -> list[Job]:
                 truth.tokens[: truth.prompt],
                 params,
                 join=5 if index >= first else draw.randint(0, 3),
-                leave=draw.randint(0, 60) if index in leavers else None,
+                leave=draw.randint(*LEAVING[case.seed % 2]) if index in leavers else None,
                 first=first if index > first else None,
             )
         )
@@ -139,10 +143,12 @@ def _jobs(case: Pressure, truths: Sequence[Truth]) -> list[Job]:
 
 
 def _engine(case: Pressure, loaded: Loaded, truths: Sequence[Truth], jobs: Sequence[Job]) -> Engine:
-    """With pages for the largest request and two more."""
+    """With pages for the largest request and hardly more."""
     chain = case.nodes == "chain"
     most = max(pages_for(len(job.prompt) + job.params.max_tokens) for job in jobs)
-    config = EngineConfig(CHAIN if chain else int(case.nodes), chain, case.chunk, most + 2, PLACES)
+    config = EngineConfig(
+        CHAIN if chain else int(case.nodes), chain, case.chunk, most + SPARE[case.seed % 2], PLACES
+    )
     make = drafter_maker(case.drafter, loaded, [truth.tokens for truth in truths], case.seed)
     engine = make_engine(loaded, make, config, drafts=case.drafter == "dflash")
     if case.runner == "captured":

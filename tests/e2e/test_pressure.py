@@ -86,7 +86,7 @@ def run_out(engine: Engine, got: dict[int, list[int]]) -> None:
         steps += 1
         assert steps < 3000, "no end in sight"
     assert engine.scheduler.allocator.available == engine.pool.layout.pages
-    assert engine.runner.in_flight == 0
+    assert engine.step() == [] and engine.runner.in_flight == 0
 
 
 # ---------------------------------------------------------------------------------- preemption
