@@ -41,7 +41,13 @@ AXES: Axes = {
     "chunk": (7, 64, 512),
     "runner": ("direct", "ahead", "captured"),
 }
-QUICK_AXES: Axes = {**AXES, "model": ("flat", "groups"), "nodes": (0, 7, "chain")}
+QUICK_AXES: Axes = {
+    **AXES,
+    "model": ("flat", "groups"),
+    "nodes": (0, 7, "chain"),
+    "sampling": ("greedy", "p90"),
+    "dtype": ("float32",),
+}
 REQUESTS = 8
 PROMPTS = (40, 20, 33, 28, 47, 70)  # tokens; those of the last are shared by three requests
 PLACES = 5
