@@ -252,3 +252,33 @@ def test_pool_of_a_drafter_shares_the_page_numbers() -> None:
     pool = allocate_pool(layout, 1, 6, torch.bfloat16, torch.device("cpu"), 2, (3, 5))
     assert [tuple(layer.shape) for layer in pool.draft] == [(8, PAGE, 2, 3, 5)] * 2
     assert pool.draft[0].dtype == torch.bfloat16
+
+
+def test_of_a_chain_the_end_is_forgotten_first() -> None:
+    """Its beginning is what makes the rest findable."""
+    allocator, tokens = PageAllocator(4), text(1, 3)
+    pages = fill(allocator, tokens)
+    allocator.release(pages)
+    allocator.allocate(2)  # the free page, and one that was known
+    assert allocator.share_prefix(tokens, most=3) == pages[:2]
+
+
+@pytest.mark.parametrize("broken", ["nothing", "allocate", "release", "publish", "forget"])
+def test_reclaimed_after_an_interrupt(broken: str) -> None:
+    """Whatever was half done, all pages are there, and those that are known are found."""
+    allocator, tokens = PageAllocator(5), text(1, 2)
+    pages = fill(allocator, tokens)
+    if broken == "allocate":
+        allocator._free.pop()
+    elif broken == "release":
+        del allocator._users[pages[0]]
+    elif broken == "publish":
+        del allocator._chain_of[pages[1]]
+    elif broken == "forget":
+        allocator.release(pages)
+        del allocator._idle[pages[1]]
+        allocator._chain_of.pop(pages[1])
+    allocator.reclaim()
+    allocator.check_integrity()
+    assert allocator.available == 5
+    assert allocator.share_prefix(tokens, most=2) == pages

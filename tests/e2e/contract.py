@@ -134,11 +134,14 @@ class Violation:
 
 @dataclass(frozen=True)
 class Report:
-    """Outcome of a case. tokens: compared. accepted: (depth, sibling rank) of accepted drafts."""
+    """Outcome of a case. tokens: compared. accepted: (depth, sibling rank) of accepted drafts.
+    preemptions: of all requests together.
+    """
 
     tokens: int
     violations: list[Violation]
     accepted: list[tuple[int, int]]
+    preemptions: int = 0
 
 
 class Contract:
@@ -156,7 +159,7 @@ class Contract:
             seed = 100 * case.variant + 10 * list(SHORTEST).index(lengths) + index
             prompt = loaded.prompt(SHORTEST[lengths], seed)
             params = sampling_params(case.sampling, SPREAD[lengths] + MOST_NEW, seed)
-            self._truths[key] = plain(loaded, Job(prompt, params), seed)
+            self._truths[key] = plain_truth(loaded, prompt, params, seed)
         return self._truths[key]
 
     def truth_with_options(self, case: Case, job: Job, truth: Truth) -> Truth:
@@ -164,7 +167,7 @@ class Contract:
         key = (case.model, case.dtype, tuple(job.prompt), repr(job.params))
         if key not in self._truths:
             loaded = self.models.load(case.model, case.dtype)
-            self._truths[key] = plain(loaded, replace(job, join=0), truth.seed)
+            self._truths[key] = plain_truth(loaded, job.prompt, job.params, truth.seed)
         return self._truths[key]
 
     def check(self, case: Case) -> Report:
@@ -186,7 +189,8 @@ class Contract:
             pages_of([*jobs, *earlier]) + 2,
             min(case.requests, PLACES),
         )
-        make = _drafter_maker(case, loaded, [truth.tokens for truth in truths])
+        answers = [truth.tokens for truth in truths]
+        make = drafter_maker(case.drafter, loaded, answers, case.seed)
         engine = make_engine(loaded, make, config, drafts=case.drafter == "dflash")
         if case.pages == "scrambled":
             scramble(engine, case.seed)
@@ -208,6 +212,14 @@ class Contract:
             [violation for violation in found_ones if violation is not None],
             [pair for _, run, _ in named for trace in run.traces for pair in accepted_pairs(trace)],
         )
+
+
+def plain_truth(loaded: Loaded, prompt: Sequence[int], params: SamplingParams, seed: int) -> Truth:
+    """Decode a prompt plainly, in an engine of its own."""
+    job = Job(prompt, params)
+    config = EngineConfig(0, prefill_chunk=512, cache_pages=pages_of([job]), max_requests=1)
+    [run] = run_jobs(make_engine(loaded, lambda _: NoDrafter(), config), [job])
+    return Truth([*prompt, *run.tokens], len(prompt), torch.stack(run.logits), seed, run.told)
 
 
 def sampling_params(sampling: str, new: int, seed: int) -> SamplingParams:
@@ -240,16 +252,12 @@ def with_options(case: Case, job: Job, truth: Truth) -> SamplingParams:
     )
 
 
-def plain(loaded: Loaded, job: Job, seed: int) -> Truth:
-    """One request alone, without drafts, in pieces of 512, pages in order."""
-    config = EngineConfig(0, prefill_chunk=512, cache_pages=pages_of([job]), max_requests=1)
-    [run] = run_jobs(make_engine(loaded, lambda _: NoDrafter(), config), [job])
-    tokens = [*job.prompt, *run.tokens]
-    return Truth(tokens, len(job.prompt), torch.stack(run.logits), seed, run.told)
-
-
-def first_difference(case: str, name: str, run: Run, truth: Truth) -> Violation | None:
-    """Compare what a request emitted with the truth that its prompt begins."""
+def first_difference(
+    case: str, name: str, run: Run, truth: Truth, whole: bool = True
+) -> Violation | None:
+    """Compare what a request emitted with the truth that its prompt begins. whole: it ran on to its
+    last token.
+    """
     start = run.request.prompt_tokens
     wanted = truth.tokens[start : start + len(run.tokens)]
     for offset, (token, row, origin) in enumerate(
@@ -266,7 +274,7 @@ def first_difference(case: str, name: str, run: Run, truth: Truth) -> Violation 
         return Violation(case, name, start + offset, what)
     if run.told != (truth.told[0][: len(run.tokens)], truth.told[1]):
         return Violation(case, name, start, "log-probabilities are not plain decoding's")
-    if len(run.tokens) == run.request.most_tokens:
+    if not whole or len(run.tokens) == run.request.most_tokens:
         return None
     what = f"ended early: {run.request.finish_reason}, {run.request.error}"
     return Violation(case, name, start + len(run.tokens), what)
@@ -344,13 +352,16 @@ def _earlier_jobs(case: Case, truths: Sequence[Truth], jobs: Sequence[Job]) -> l
     return earlier
 
 
-def _drafter_maker(case: Case, loaded: Loaded, answers: Sequence[Sequence[int]]) -> MakeDrafter:
+def drafter_maker(
+    drafter: str, loaded: Loaded, answers: Sequence[Sequence[int]], seed: int
+) -> MakeDrafter:
+    """A drafter by its name in `MAIN_AXES`; the replay drafter knows `answers`."""
     vocab = loaded.target.config.vocab_size
     makers: dict[str, MakeDrafter] = {
         "none": lambda pool: NoDrafter(),
         "ngram": lambda pool: NgramDrafter(),
-        "random": lambda pool: RandomDrafter(vocab, seed=case.seed),
-        "replay": lambda pool: ReplayDrafter(answers, vocab, seed=case.seed),
+        "random": lambda pool: RandomDrafter(vocab, seed=seed),
+        "replay": lambda pool: ReplayDrafter(answers, vocab, seed=seed),
         "dflash": lambda pool: DFlashDrafter(loaded.network, loaded.target, pool),
     }
-    return makers[case.drafter]
+    return makers[drafter]

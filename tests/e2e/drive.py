@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,11 +23,15 @@ MakeDrafter = Callable[[CachePool], Drafter]
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A request: its prompt, its settings, and the step at which it joins."""
+    """A request: its prompt, its settings, and the step at which it joins. leave: so many steps
+    later its caller cancels it. first: the job, joined already, whose prompt it shares.
+    """
 
     prompt: Sequence[int]
     params: SamplingParams
     join: int = 0
+    leave: int | None = None
+    first: int | None = None
 
 
 @dataclass(eq=False)
@@ -84,24 +88,35 @@ def scramble(engine: Engine, seed: int) -> None:
         layer[null_page].zero_()
 
 
-def run_jobs(engine: Engine, jobs: Sequence[Job]) -> list[Run]:
+def run_jobs(engine: Engine, jobs: Sequence[Job], check_every: int = CHECK_EVERY) -> list[Run]:
     """Let the jobs join at their steps and run until all have left; runs in the jobs' order."""
     runs: dict[int, Run] = {}
     waiting = sorted(range(len(jobs)), key=lambda index: jobs[index].join)
+    leaving: dict[int, int] = {}
     step = 0
     while waiting or engine.has_work:
         while waiting and (jobs[waiting[0]].join <= step or not engine.has_work):
             index = waiting.pop(0)
-            runs[index] = Run(engine.add(jobs[index].prompt, jobs[index].params))
+            runs[index] = _join(engine, jobs[index], runs)
+            if jobs[index].leave is not None:
+                leaving[index] = step + jobs[index].leave
+        for index in [one for one, when in leaving.items() if when <= step]:
+            del leaving[index]
+            engine.cancel(runs[index].request)
         by_request = {run.request.id: run for run in runs.values()}
         results = engine.step()
         for result in results:
             _record(by_request[result.request.id], result, len(results))
         step += 1
-        if step % CHECK_EVERY == 0:
+        if step % check_every == 0:
             engine.check_integrity()
     engine.check_integrity()
     return [runs[index] for index in range(len(jobs))]
+
+
+def _join(engine: Engine, job: Job, runs: Mapping[int, Run]) -> Run:
+    first = None if job.first is None else runs[job.first].request
+    return Run(engine.add(job.prompt, job.params, after=first))
 
 
 def _record(run: Run, result: StepResult, beside: int) -> None:

@@ -1,4 +1,6 @@
-"""`make exact`: the contract over the full product of its main axes, in several processes.
+"""`make exact`: the contract over the full product of its main axes, in several processes; beside
+it the contract under page pressure (pressure.py) and the distribution of sampled words
+(distribution.py).
 
     python tests/e2e/exact.py [product | short] [--minutes M] [--shards N] [--only AXIS=VALUE,...]
 
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +40,17 @@ from e2e.contract import (
     product_cases,
     prompt_violations,
 )
+from e2e.distribution import LEVEL, Draws, check_draws, full_draws, quick_draws
 from e2e.models import MODELS, Models
+from e2e.pressure import QUICK_AXES, Pressure, UnderPressure, pressure_cases
 
 SUMMARY = Path(__file__).with_name("exact_summary.json")
 PROMPT_CHUNKS = (7, 64, 512)
 PRINT_EVERY = 15.0  # seconds
-Unit = tuple[str, list[Case]]  # "generate" or "prompt", and cases that share plain answers
-Item = tuple[str, Case, Report]
+AnyCase = Case | Pressure | Draws
+Unit = tuple[str, list[AnyCase]]  # which of `KINDS`, and cases that share plain answers
+Item = tuple[str, AnyCase, Report]
+KINDS = ("draws", "pressure", "generate", "prompt")
 
 
 def plan(args: argparse.Namespace) -> list[Unit]:
@@ -56,13 +63,28 @@ def plan(args: argparse.Namespace) -> list[Unit]:
         for dtype in AXES["dtype"]
         for pages in AXES["pages"]
     ]
+    whole = args.mode == "product"
+    kinds: dict[str, Sequence[AnyCase]] = {
+        "draws": full_draws() if whole else quick_draws(),
+        "pressure": pressure_cases() if whole else pressure_cases(QUICK_AXES),
+        "generate": cases,
+        "prompt": prompts,
+    }
     wanted = dict(item.split("=", 1) for item in args.only.split(",") if item)
     units: dict[tuple[Any, ...], Unit] = {}
-    for kind, case in [("generate", one) for one in cases] + [("prompt", one) for one in prompts]:
-        if all(str(vars(case)[axis]) in value.split("|") for axis, value in wanted.items()):
-            key = (MODELS.index(case.model), kind, case.dtype, case.sampling, case.variant)
-            units.setdefault(key, (kind, []))[1].append(case)
+    for kind, case in [(kind, case) for kind, some in kinds.items() for case in some]:
+        values = vars(case)
+        if all(str(values.get(axis)) in value.split("|") for axis, value in wanted.items()):
+            units.setdefault(_shared(kind, case), (kind, []))[1].append(case)
     return [units[key] for key in sorted(units)]
+
+
+def _shared(kind: str, case: AnyCase) -> tuple[Any, ...]:
+    """What cases of one unit have in common; the longest units come first."""
+    if isinstance(case, Draws):
+        return (-1, kind, case.mode, case.filters, 0)
+    variant = case.variant if isinstance(case, Case) else 0
+    return (MODELS.index(case.model), kind, case.dtype, case.sampling, variant)
 
 
 def work(tasks: Any, results: Any, threads: int) -> None:
@@ -72,10 +94,15 @@ def work(tasks: Any, results: Any, threads: int) -> None:
     with tempfile.TemporaryDirectory() as home:
         models = Models(Path(home))
         while (unit := tasks.get()) is not None:
-            contract = Contract(models)  # plain answers live as long as the unit
+            # plain answers live as long as the unit
+            contract, under_pressure = Contract(models), UnderPressure(models)
             kind, cases = unit
             for case in cases:
-                if kind == "prompt":
+                if isinstance(case, Draws):
+                    report = check_draws(Path(home), case)
+                elif isinstance(case, Pressure):
+                    report = under_pressure.check(case)
+                elif kind == "prompt":
                     report = prompt_violations(contract, case, PROMPT_CHUNKS)
                 else:
                     report = contract.check(case)
@@ -89,8 +116,9 @@ class Tally:
     def __init__(self, cases: int) -> None:
         self.cases = cases
         self.done = 0
-        self.tokens = 0
-        self.prompt_rows = 0
+        self.tokens = 0  # of the cases of contract.py
+        self.by_kind = dict.fromkeys(KINDS, 0)  # tokens, or rows of prompts
+        self.preemptions = 0
         self.by_axis: dict[str, Counter[str]] = {axis: Counter() for axis in AXES}
         self.accepted: set[tuple[int, int]] = set()
         self.violations: list[str] = []
@@ -103,8 +131,9 @@ class Tally:
         self.violations += map(str, report.violations)
         for violation in report.violations:
             print(f"VIOLATION {violation}", flush=True)
-        if kind == "prompt":
-            self.prompt_rows += report.tokens
+        self.by_kind[kind] += report.tokens
+        self.preemptions += report.preemptions
+        if kind != "generate":
             return
         self.tokens += report.tokens
         self.accepted.update(report.accepted)
@@ -194,7 +223,11 @@ def summary(tally: Tally, args: argparse.Namespace) -> dict[str, Any]:
         "pairwise": {axis: list(map(str, values)) for axis, values in OTHER_AXES.items()},
         "cases": tally.done,
         "generated_tokens_compared": tally.tokens,
-        "prompt_logits_rows_compared": tally.prompt_rows,
+        "prompt_logits_rows_compared": tally.by_kind["prompt"],
+        "tokens_compared_under_pressure": tally.by_kind["pressure"],
+        "preemptions": tally.preemptions,
+        "tokens_drawn_for_chi_square": tally.by_kind["draws"],
+        "chi_square_level": LEVEL,
         "violations": len(tally.violations),
         "first_violations": tally.violations[:20],
         "depth_and_sibling_rank_pairs_accepted": len(tally.accepted),

@@ -21,6 +21,25 @@ from kdtree_engine.tokenizer import Tokenizer
 CPU = torch.device("cpu")
 MODELS = ("packaged", "flat", "groups")
 
+TINY = Dims(  # where steps count more than what they compute
+    vocab_size=48,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    q_lora_rank=None,
+    kv_lora_rank=16,
+    nope_dim=8,
+    rope_dim=8,
+    v_dim=8,
+    intermediate_size=32,
+    moe_intermediate_size=32,
+    num_experts=4,
+    drafter_layers=1,
+    drafter_heads=2,
+    drafter_kv_heads=1,
+    drafter_intermediate=32,
+)
+
 _RANDOM = {  # family, sizes, spread of the logits
     "flat": (K26, Dims(hidden_size=96, moe_intermediate_size=64, v_dim=24), 0.01),
     "groups": (DEEPSEEK_V3, Dims(experts_per_token=3, q_lora_rank=None), 1.0),

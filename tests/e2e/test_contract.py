@@ -77,9 +77,15 @@ def run_exact(folder: Path, only: str, *options: str, threads: int = 1) -> dict[
 
 
 def test_make_exact_works(tmp_path: Path) -> None:
-    """Two cases of it, in two processes."""
+    """A few cases of it, those under pressure included, in two processes."""
     found = run_exact(tmp_path, "model=groups,nodes=7")
     assert found["cases"] > 0 and found["generated_tokens_compared"] > 10 * found["cases"]
+    assert found["preemptions"] > 0 and found["tokens_compared_under_pressure"] > 500
+
+
+def test_make_exact_draws_words(tmp_path: Path) -> None:
+    found = run_exact(tmp_path, "mode=chain", "--shards", "1")
+    assert (found["cases"], found["tokens_drawn_for_chi_square"]) == (1, 1200)
 
 
 def test_contract_holds_with_two_threads(tmp_path: Path) -> None:

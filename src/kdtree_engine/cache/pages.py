@@ -43,9 +43,11 @@ class PageAllocator:
             pages.append(page)
         return pages
 
-    def release(self, pages: Iterable[int]) -> None:
-        """Give back one use of each page."""
-        for page in pages:
+    def release(self, pages: Sequence[int]) -> None:
+        """Give back one use of each page, the last first: a chain is found from its beginning, so
+        of pages that nobody uses its end is to be forgotten first.
+        """
+        for page in reversed(pages):
             assert self._users[page] > 0, f"page {page} released more often than taken"
             self._users[page] -= 1
             if self._users[page]:
@@ -55,6 +57,18 @@ class PageAllocator:
                 self._idle[page] = None
             else:
                 self._free.append(page)
+
+    def reclaim(self) -> None:
+        """Take all pages from everybody. Those that are known stay findable.
+
+        Right even where another call was interrupted between any two of its lines: a page is in
+        `_page_of` from its last token on until it is about to go to somebody else.
+        """
+        self._users.clear()
+        self._chain_of = {page: chain for chain, page in self._page_of.items()}
+        known = [page for page in self._idle if page in self._chain_of]
+        self._idle = OrderedDict.fromkeys([*known, *self._chain_of])
+        self._free = [page for page in range(self.count) if page not in self._chain_of]
 
     def share_prefix(self, tokens: Sequence[int], most: int) -> list[int]:
         """Take the known pages that begin `tokens`, at most `most` of them."""

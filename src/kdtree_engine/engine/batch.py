@@ -28,10 +28,10 @@ def tree_inputs(standing: Standing, planned: PlannedTrees) -> StepInputs:
 
 
 def prompt_inputs(request: Request, count: int, state: DecodeState) -> StepInputs:
-    """The next `count` prompt tokens as a causal run whose rows go to the request's own pages.
+    """The next `count` tokens of a prefill as a causal run whose rows go to the request's pages.
 
     Wanted are the logits of every row for a request that keeps or scores them, else of the last
-    row if the prompt ends with it.
+    row if it chooses a token.
     """
     first, end = request.context, request.context + count
     tokens = upload(torch.tensor(request.tokens[first:end]), state.device)
@@ -41,7 +41,7 @@ def prompt_inputs(request: Request, count: int, state: DecodeState) -> StepInput
     if request.reads_all_rows:
         wanted = torch.arange(count, device=state.device)
     else:
-        last = count - 1 if end == request.prompt_tokens else count
+        last = count - 1 if end == request.fill and request.is_rootless else count
         wanted = torch.arange(last, count, device=state.device)
     context = torch.full((1,), first, dtype=torch.int32, device=state.device)
     return StepInputs(tokens, positions, slots, SpanTable(context, pages[None]), wanted)

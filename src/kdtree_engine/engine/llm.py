@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from numbers import Integral
 from os import PathLike
 from pathlib import Path
@@ -36,6 +37,7 @@ from kdtree_engine.engine.policy import parse_tree_nodes
 from kdtree_engine.engine.request import Request, RequestOutput, StepResult, StreamEvent
 from kdtree_engine.engine.sampling_params import SamplingParams
 from kdtree_engine.errors import KDTreeError, OptionError, TokenizerError
+from kdtree_engine.sampling import draw_seed
 from kdtree_engine.tokenizer.chat import ChatFormat, starts_in_reasoning
 from kdtree_engine.tokenizer.parse import ChatParser, output_grammar
 from kdtree_engine.tokenizer.stops import StopStream
@@ -95,7 +97,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete the prompts (texts or lists of token ids), several at a time; outputs in order.
+        """Complete the prompts (texts or lists of token ids), several at a time; outputs in order,
+        each prompt's n next to each other. Samples of one prompt share its computation.
 
         Raises OptionError, TokenizerError or CapacityError before anything runs.
         """
@@ -122,6 +125,8 @@ class LLM:
         """Complete one prompt, an event a step; the last event carries the output."""
         params = params or SamplingParams()
         _check_params(params)
+        if params.n > 1:
+            raise OptionError(f"n {params.n}: a stream has one output; generate() gives several")
         [request] = self._queue([prompt], [params])
         text = self._text_of(params)
         inbox = self._inboxes[request.id] = deque()
@@ -214,12 +219,16 @@ class LLM:
     def _queue(
         self, prompts: Sequence[Prompt], settings: Sequence[SamplingParams]
     ) -> list[Request]:
-        """Add all or none."""
+        """Add all samples of all prompts, or none."""
         encoded = [self._encode(prompt) for prompt in prompts]
         requests: list[Request] = []
         try:
             for tokens, params in zip(encoded, settings, strict=True):
-                requests.append(self.engine.add(tokens, params))
+                first: Request | None = None
+                for sample, one in enumerate(_samples(params)):
+                    added = self.engine.add(tokens, one, sample=sample, after=first)
+                    first = first or added
+                    requests.append(added)
         except KDTreeError:
             for request in requests:
                 self.engine.cancel(request)
@@ -266,10 +275,20 @@ class LLM:
             request.stats,
             request.prompt_tokens,
             request.error,
+            request.sample,
             request.stopped_by,
             None if params.logprobs is None else request.log_probs,
             None if params.prompt_logprobs is None else [None, *request.prompt_log_probs],
         )
+
+
+def _samples(params: SamplingParams) -> list[SamplingParams]:
+    """The settings with which each of n samples would be drawn alone."""
+    if params.n == 1:
+        return [params]
+    seed = draw_seed() if params.seed is None else params.seed
+    seeds = [seed, *((seed + sample) % 2**64 for sample in range(1, params.n))]
+    return [replace(params, seed=one, n=1) for one in seeds]
 
 
 def _visible(request: Request, ids: list[int]) -> list[int]:

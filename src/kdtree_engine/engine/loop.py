@@ -10,11 +10,11 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from kdtree_engine.cache import CachePool
+from kdtree_engine.cache import CachePool, pages_for
 from kdtree_engine.config import EngineConfig
 from kdtree_engine.drafter.base import Drafter, DraftState, HostDrafter, stack_blocks
 from kdtree_engine.engine.edits import edits_of
-from kdtree_engine.engine.graphs import Runner
+from kdtree_engine.engine.graphs import MOST_FLIGHTS, Runner
 from kdtree_engine.engine.policy import TreePolicy
 from kdtree_engine.engine.prefill import prefill
 from kdtree_engine.engine.record import Record, told
@@ -22,7 +22,7 @@ from kdtree_engine.engine.request import Request, StepResult, StepTrace, TokenLo
 from kdtree_engine.engine.sampling_params import SamplingParams
 from kdtree_engine.engine.scheduler import Scheduler
 from kdtree_engine.engine.state import DecodeState
-from kdtree_engine.engine.step import StepOptions
+from kdtree_engine.engine.step import StepOptions, path_length
 from kdtree_engine.errors import CapacityError, OptionError
 from kdtree_engine.model import Kimi
 from kdtree_engine.sampling import draw_seed
@@ -76,9 +76,18 @@ class Engine:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def add(
-        self, tokens: Sequence[int], params: SamplingParams, keep_logits: bool = False
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        keep_logits: bool = False,
+        sample: int = 0,
+        after: Request | None = None,
     ) -> Request:
-        """Queue a prompt. Raises OptionError or CapacityError for one that cannot be served."""
+        """Queue a prompt. Raises OptionError or CapacityError for one that cannot be served.
+
+        sample: its number among those of one prompt. after: the first of them, which computes it;
+        then this one waits until that is done, or that one has left.
+        """
         config = self.target.config
         tokens = list(tokens)
         if not tokens:
@@ -115,8 +124,10 @@ class Engine:
             most,
             stops,
             keep_logits,
-            edits,
-            text,
+            sample=sample,
+            after=after,
+            edits=edits,
+            text=text,
         )
         self.scheduler.add(request)
         return request
@@ -136,43 +147,71 @@ class Engine:
         on the host; so what it did is among the results of the next call. Raises CapacityError when
         the device has no memory left: the requests that were running end, waiting ones go on.
         """
+        results: list[StepResult] = []
         try:
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-                return self._step()
+                self._step(results)
+            return results
         except torch.OutOfMemoryError as error:
-            self._abandon()
+            self._abandon(results)
             raise CapacityError(
                 f"{self.device} ran out of memory in a step: {str(error).splitlines()[0]} Lower "
                 "prefill_chunk, max_requests, tree_nodes or cache_pages"
             ) from error
         except BaseException:
-            self._abandon()
+            self._abandon(results)
             raise
 
-    def _step(self) -> list[StepResult]:
-        running = self.scheduler.schedule()
+    def _step(self, results: list[StepResult]) -> None:
+        self._make_room(results)
+        running = self.scheduler.schedule(MOST_FLIGHTS * self._stride)
         prompts = [request for request in running if request.is_prefill]
         launched = self._launch([request for request in running if not request.is_prefill])
-        results: list[StepResult] = []
         while self.runner.in_flight > (launched and self._ahead):
-            results += self._land()
+            self._land(results)
         self._prepare([one for one in running if not one.is_prefill], prompts)
-        results += [prefill(self, one, self.scheduler.chunk(one)) for one in prompts]
-        for result in results:
-            request = result.request
-            self.scheduler.publish(request)
-            if request.finish_reason is not None or (
-                request.keep_logits and not request.is_prefill
-            ):
-                self.cancel(request)
-        return results
+        for request in prompts:
+            results.append(prefill(self, request, self.scheduler.chunk(request)))
+            self._settle(request)
 
-    def _abandon(self) -> None:
+    def _make_room(self, results: list[StepResult]) -> None:
+        """Give every request pages for all that the steps under way and the one to come may commit,
+        in the order of their admission. Where pages run out, what is under way is read first: it
+        may end requests, and a preempted one keeps its tokens.
+        """
+        for request in list(self.scheduler.running):
+            while self._is_due(request):
+                steps = 1 + self.runner.flights_of(request)
+                if self.scheduler.grow(request, request.context + steps * self._stride):
+                    break
+                if self.runner.in_flight:
+                    self._land(results)
+                else:
+                    self.scheduler.preempt()
+
+    @property
+    def _stride(self) -> int:
+        """Tokens that a step may commit for one request."""
+        return path_length(self.drafter, self.policy.most_rows(self.drafter.horizon))
+
+    def _is_due(self, request: Request) -> bool:
+        """Whether a request decodes and may have a token left to emit after the steps under way."""
+        decoding = request.place >= 0 and not request.is_prefill
+        return decoding and request.remaining > self.runner.flights_of(request)
+
+    def _settle(self, request: Request) -> None:
+        """Publish what a request has got; it leaves if it has ended."""
+        self.scheduler.publish(request)
+        if request.finish_reason is not None or (request.keep_logits and not request.is_prefill):
+            self.cancel(request)
+
+    def _abandon(self, results: list[StepResult]) -> None:
         """What a step did is lost, so nobody knows where the device stands: no request that it may
-        have moved can go on.
+        have moved can go on; nor one whose result is lost, though it may wait again.
         """
         self.runner.drop()
-        for request in list(self.scheduler.running):
+        lost = [result.request for result in results]
+        for request in dict.fromkeys([*self.scheduler.abandon(), *lost]):
             if request.finish_reason is None:
                 request.fail("the step that it was in was interrupted")
             self.cancel(request)
@@ -187,11 +226,12 @@ class Engine:
         return self.policy.nodes > 0 and self.drafter.horizon > 0
 
     def _prepare(self, decoding: list[Request], prompts: list[Request]) -> None:
-        """Capture what requests will decode with before their first tokens are out."""
+        """Capture what requests will decode with before their prefills end."""
         ending = [
             one
             for one in prompts
-            if one.remaining > 1 and one.context + self.scheduler.chunk(one) == one.prompt_tokens
+            if one.remaining > one.is_rootless
+            and one.context + self.scheduler.chunk(one) == one.fill
         ]
         if not ending or not self.runner.captures:
             return
@@ -213,7 +253,7 @@ class Engine:
 
     def _launch(self, decoding: list[Request]) -> bool:
         """Start a decode step of those that may have a token left to emit; whether there is one."""
-        due = [one for one in decoding if one.remaining > self.runner.flights_of(one)]
+        due = [one for one in decoding if self._is_due(one)]
         if not due:
             return False
         blocks, rows = None, 1
@@ -245,12 +285,11 @@ class Engine:
         places, rows = self.runner.bucket(len(due), nodes + 1)
         return stack_blocks(blocks, places, drafter.horizon, self.policy.nodes), rows
 
-    def _land(self) -> list[StepResult]:
+    def _land(self, results: list[StepResult]) -> None:
         """Read the oldest step under way. Requests that have left meanwhile are passed over: a stop
         token of the step before ended them, or the caller did.
         """
         landing = self.runner.collect()
-        results = []
         for index, (request, record) in enumerate(
             zip(landing.requests, landing.records, strict=True)
         ):
@@ -259,12 +298,12 @@ class Engine:
             logits = landing.logits
             if logits is not None:
                 logits = logits[index * landing.rows : (index + 1) * landing.rows]
-            results.append(_settle(request, record, logits))
+            results.append(_emit(request, record, logits))
             request.stats.add_seconds(landing.seconds)
             trace = results[-1].trace
             if trace is not None and trace.tree.nodes:
                 self._watch(len(trace.path.indices))
-        return results
+            self._settle(request)
 
     def cancel(self, request: Request) -> None:
         """Take a request out, finished or not."""
@@ -274,6 +313,9 @@ class Engine:
     def check_integrity(self) -> None:
         """Assert that pages, places and the null page are as they should be."""
         self.scheduler.check_integrity()
+        for request in self.scheduler.running:
+            most = request.context + self.runner.flights_of(request) * self._stride
+            assert len(request.pages) >= pages_for(min(most, request.most_context))
         null = self.pool.layout.null_slot
         for layer in self.pool.latents:
             rows = layer.view(-1, layer.shape[-1])
@@ -307,7 +349,7 @@ def _options(requests: Sequence[Request]) -> StepOptions:
     )
 
 
-def _settle(request: Request, record: Record, logits: Tensor | None) -> StepResult:
+def _emit(request: Request, record: Record, logits: Tensor | None) -> StepResult:
     """Emit what a step chose for one request, up to its first stop or its last allowed token."""
     root = request.tokens[-1]
     kept = request.emit(record.emitted)

@@ -1,5 +1,6 @@
 """A piece of one request's prompt: the step's forward over a causal run. Its rows go straight to
-the request's pages, so there is nothing to walk and nothing to move.
+the request's pages, so there is nothing to walk and nothing to move. A request that was preempted
+computes its prompt and its output anew in the same way.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from kdtree_engine.sampling import Sampled, sample
 
 
 def prefill(parts: StepParts, request: Request, count: int) -> StepResult:
-    """Compute the next `count` prompt tokens; the prompt's end chooses the first token.
+    """Compute the next `count` tokens; the prompt's end chooses the first token of the output.
 
-    The host waits for that token: it decides whether the request goes on.
+    The host waits for that token: it decides whether the request goes on. Where the root is known,
+    as after a preemption, nothing is chosen and nobody waits.
     """
     watch = Stopwatch()
     layout, drafter = parts.pool.layout, parts.drafter
@@ -31,12 +33,12 @@ def prefill(parts: StepParts, request: Request, count: int) -> StepResult:
     watch.lap("forward")
     chosen: list[int] = []
     log_probs: list[TokenLogProb] = []
-    ends = request.context + count == request.prompt_tokens
-    if request.params.prompt_logprobs is not None:
+    ends = request.context + count == request.fill
+    if request.scores_prompt:
         _score_prompt(request, out.logits)
     if request.keep_logits:
         request.logits.append(out.logits)
-    elif ends:
+    elif ends and request.is_rootless:
         logits = out.logits[-1:]
         picks = _first_token(parts, request, logits, inputs.positions[-1:])
         if bool(picks.finite):

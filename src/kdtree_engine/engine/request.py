@@ -19,7 +19,8 @@ class RequestStats:
     """steps: decode steps, prefill not counted. tokens: emitted. accepted: per step, drafts
     accepted (root and next token not counted), nodes: per step, drafts verified. seconds: per
     phase, of the steps that the request took part in. cached_tokens: prompt tokens found in the
-    prefix cache.
+    prefix cache when it was first admitted. preemptions: how often it lost its pages to others and
+    computed them anew.
     """
 
     steps: int = 0
@@ -28,6 +29,7 @@ class RequestStats:
     nodes: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     cached_tokens: int = 0
+    preemptions: int = 0
 
     @property
     def tokens_per_step(self) -> float:
@@ -55,6 +57,7 @@ class RequestStats:
             "nodes": self.nodes,
             "seconds": self.seconds,
             "cached_tokens": self.cached_tokens,
+            "preemptions": self.preemptions,
         }
 
 
@@ -82,8 +85,9 @@ class TokenLogProb:
 class RequestOutput:
     """A finished request. finish_reason: "stop", "length", or "error" (then `error` says why).
 
-    stopped_by: the stop token or the stop text that ended it. log_probs: one a token of
-    `token_ids`, where asked for; prompt_log_probs: one a prompt token, None for the first.
+    sample: which of its prompt's n outputs it is, from 0. stopped_by: the stop token or the stop
+    text that ended it. log_probs: one a token of `token_ids`, where asked for; prompt_log_probs:
+    one a prompt token, None for the first.
     """
 
     text: str
@@ -93,6 +97,7 @@ class RequestOutput:
     stats: RequestStats
     prompt_tokens: int
     error: str | None = None
+    sample: int = 0
     stopped_by: int | str | None = None
     log_probs: list[TokenLogProb] | None = None
     prompt_log_probs: list[TokenLogProb | None] | None = None
@@ -117,9 +122,11 @@ class Request:
 
     tokens: prompt, then output. context: tokens whose latents are committed. place: its scratch
     page. pages: its cache pages, `chains` the hashes of those already published. stops: ids that
-    end it. keep_logits: prompt only, every row's logits wanted; they gather in `logits`.
-    edits: what its options change in logits. text: looks for stop texts, where there are
-    any. stopped_by: the stop token or text that ended it.
+    end it. keep_logits: prompt only, every row's logits wanted; they gather in `logits`. fill: how
+    many tokens its prefill computes. sample: its number among those of one prompt. after: while
+    waiting, the request whose prompt it shares and lets go first. edits: what its options change in
+    logits. text: looks for stop texts, where there are any. stopped_by: the stop token or text that
+    ended it.
     """
 
     id: int
@@ -130,8 +137,11 @@ class Request:
     most_tokens: int  # emitted at most: max_tokens, or what the positions leave
     stops: frozenset[int]
     keep_logits: bool = False
+    sample: int = 0
+    after: Request | None = None
     edits: Edits | None = None
     text: StopStream | None = None
+    fill: int = field(init=False)
     context: int = 0
     is_prefill: bool = True
     place: int = -1
@@ -145,6 +155,19 @@ class Request:
     stopped_by: int | str | None = None
     error: str | None = None
 
+    def __post_init__(self) -> None:
+        self.fill = self.prompt_tokens
+
+    @property
+    def is_rootless(self) -> bool:
+        """Whether the root is still to be chosen, by the last token that the prefill computes."""
+        return self.fill == len(self.tokens)
+
+    @property
+    def most_context(self) -> int:
+        """Tokens that its pages will ever have to hold."""
+        return self.prompt_tokens + self.most_tokens
+
     @property
     def output_ids(self) -> list[int]:
         """Tokens emitted so far."""
@@ -153,7 +176,12 @@ class Request:
     @property
     def reads_all_rows(self) -> bool:
         """Whether the logits of every prompt row are wanted, so that none may come from a cache."""
-        return self.keep_logits or self.params.prompt_logprobs is not None
+        return self.keep_logits or self.scores_prompt
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's log-probabilities are wanted and not known."""
+        return self.params.prompt_logprobs is not None and self.is_rootless
 
     @property
     def remaining(self) -> int:
@@ -182,6 +210,19 @@ class Request:
             return None
         self.text.push([token])
         return self.text.found
+
+    def rewind(self) -> None:
+        """Give up what was computed but not what was emitted: a prefill is to compute it anew, up
+        to the root where there is one. Logits that were to be kept come again with it.
+        """
+        if not self.is_prefill:
+            self.fill = len(self.tokens) - 1
+        self.is_prefill = True
+        self.context = 0
+        self.pages, self.chains, self.logits = [], [], []
+        if self.scores_prompt:
+            self.prompt_log_probs = []
+        self.place = -1
 
     def fail(self, reason: str) -> None:
         """End with an error; what was emitted before stays."""

@@ -11,6 +11,7 @@ from kdtree_engine.kernels.top_k import LOG_PROBS
 from kdtree_engine.sampling import check_filters, check_penalties
 
 _MOST_TOP_K = 2**31 - 1  # no vocabulary is larger, and tensors of settings hold it
+_MOST_SAMPLES = 128
 _MOST_BIAS = 100.0
 _MOST_STOPS = 16
 _LONGEST_STOP = 256  # characters
@@ -23,7 +24,8 @@ class SamplingParams:
     value out of range.
 
     max_tokens: tokens to make at most. temperature: 0 takes the likeliest. top_k, top_p, min_p:
-    None means off. seed: any integer; None draws one, which the output reports.
+    None means off. seed: any integer; None draws one, which the output reports. n: outputs for each
+    prompt, 1 to 128; the i-th, from 0, is drawn with seed + i (modulo 2^64).
 
     What ends the text. stop_token_ids: like the model's own stop tokens. stop: texts that end it,
     and are not part of it. ignore_eos: go on after the model's own stop tokens. min_tokens: no stop
@@ -60,14 +62,25 @@ class SamplingParams:
     bad_words: Sequence[str | Sequence[int]] | None = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "top_k", "seed", "min_tokens", "logprobs", "prompt_logprobs"):
+        for name in (
+            "max_tokens",
+            "top_k",
+            "seed",
+            "min_tokens",
+            "logprobs",
+            "prompt_logprobs",
+            "n",
+        ):
             _check_number(name, getattr(self, name), Integral, "an integer")
         for name in ("temperature", "top_p", "min_p", *_PENALTIES):
             _check_number(name, getattr(self, name), Real, "a number")
         if self.max_tokens < 1:
             raise OptionError(f"max_tokens {self.max_tokens} must be 1 or more")
+        if not 1 <= self.n <= _MOST_SAMPLES:
+            raise OptionError(f"n {self.n} must be from 1 to {_MOST_SAMPLES}")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise OptionError(
                 f"min_tokens {self.min_tokens} must be 0 to max_tokens, {self.max_tokens}"
@@ -118,6 +131,7 @@ class SamplingParams:
         )
 
 
+_WHOLE_OR_NONE = ("top_k", "seed", "logprobs", "prompt_logprobs")
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
@@ -179,7 +193,7 @@ def _bad_words(given: object) -> tuple[str | tuple[int, ...], ...]:
 
 def _check_number(name: str, value: object, kind: type, wanted: str) -> None:
     """None stands for "off" or "draw one" where the field allows it."""
-    optional = name in ("top_k", "top_p", "min_p", "seed", "logprobs", "prompt_logprobs")
+    optional = name in ("top_p", "min_p", *_WHOLE_OR_NONE)
     if (value is None and optional) or (isinstance(value, kind) and not isinstance(value, bool)):
         return
     raise OptionError(f"{name} {value!r} must be {wanted}{' or None' if optional else ''}")

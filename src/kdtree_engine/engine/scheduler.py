@@ -15,9 +15,13 @@ SCORED_ROWS = 128
 
 
 class Scheduler:
-    """First come, first served. A request is admitted when a place and all its pages are free.
+    """First come, first served. A request is admitted when a place is free, and pages for what its
+    prefill computes and for its first steps. Others are added as it grows.
 
-    Its pages cover the prompt and everything it may emit, so an admitted request always finishes.
+    Where they run out, the request that was admitted last is **preempted**: it gives everything up
+    and waits, before all others, until it is admitted again and computed anew. The one that was
+    admitted first is never preempted, and none is refused its pages once it runs alone; so there is
+    always one that goes on to its end, and two cannot preempt each other for ever.
     """
 
     def __init__(self, layout: CacheLayout, prefill_chunk: int, state: DecodeState) -> None:
@@ -31,7 +35,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises CapacityError if the whole cache could not hold it."""
-        needed = self._pages(request)
+        needed = pages_for(request.most_context)
         if needed > self.layout.pages:
             raise CapacityError(
                 f"the request needs {needed} cache pages of {PAGE_SIZE} tokens for its prompt of "
@@ -40,18 +44,46 @@ class Scheduler:
             )
         self.waiting.append(request)
 
-    def schedule(self) -> list[Request]:
-        """Admit what fits; all running requests."""
-        while self.waiting and self._places and self._admit(self.waiting[0]):
-            self.waiting.popleft()
+    def schedule(self, steps: int) -> list[Request]:
+        """Admit what fits; all running requests, in the order of their admission.
+
+        steps: tokens that the first steps of a request may commit. A request that lets another
+        compute their prompt is passed over; one that does not fit holds up all behind it.
+        """
+        for request in list(self.waiting):
+            if self._is_held(request):
+                continue
+            if not self._places or not self._admit(request, steps):
+                break
+            self.waiting.remove(request)
         return list(self.running)
 
+    def grow(self, request: Request, tokens: int) -> bool:
+        """Give a running request pages for `tokens` tokens, as far as it may ever use them; whether
+        there were enough. The device's table follows in the stream's order.
+        """
+        held = len(request.pages)
+        missing = pages_for(min(tokens, request.most_context)) - held
+        if missing > self.allocator.available:
+            return False
+        if missing > 0:
+            request.pages += self.allocator.allocate(missing)
+            self.state.extend(request, held)
+        return True
+
+    def preempt(self) -> None:
+        """Let the request that was admitted last wait again. No step under way may have it."""
+        assert len(self.running) > 1, "a request that runs alone has all the pages it may need"
+        request = self.running[-1]
+        self.waiting.appendleft(request)
+        self._withdraw(request)
+        request.rewind()
+        request.stats.preemptions += 1
+
     def chunk(self, request: Request) -> int:
-        """Prompt tokens that a request computes next."""
-        most = self.prefill_chunk
-        if request.params.prompt_logprobs is not None:
-            most = min(most, SCORED_ROWS)
-        return min(most, request.prompt_tokens - request.context)
+        """Tokens that a request's prefill computes next."""
+        most = min(self.prefill_chunk, SCORED_ROWS) if request.scores_prompt else self.prefill_chunk
+        return min(most, request.fill - request.context)
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it stands, and give its pages and its place back.
@@ -63,13 +95,21 @@ class Scheduler:
         the host's count alone.
         """
         if request in self.running:
-            self.running.remove(request)
-            self.allocator.release(request.pages)
-            request.pages = []
-            self._places.append(request.place)
-            request.place = -1
+            self._withdraw(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+
+    def abandon(self) -> list[Request]:
+        """Take out all running requests, though an interrupt may have come between any two lines of
+        this class; returns them. Those that wait keep their turn.
+        """
+        ended, self.running = self.running, []
+        self.waiting = deque(one for one in self.waiting if one not in ended)
+        for request in (*ended, *self.waiting):
+            request.rewind()
+        self.allocator.reclaim()
+        self._places = list(range(self.layout.requests - 1, -1, -1))
+        return ended
 
     def publish(self, request: Request) -> None:
         """Make the request's full committed pages findable for others.
@@ -93,24 +133,51 @@ class Scheduler:
         places = self._places + [request.place for request in self.running]
         assert sorted(places) == list(range(self.layout.requests)), f"places {places}"
         for request in self.running:
-            assert len(request.pages) * PAGE_SIZE >= request.context
-            if not request.is_prefill:
+            assert request.context <= len(request.pages) * PAGE_SIZE
+            assert len(request.pages) <= pages_for(request.most_context)
+            if request.is_prefill:
+                assert request.fill in (len(request.tokens) - 1, len(request.tokens))
+                assert request.fill <= len(request.pages) * PAGE_SIZE
+            else:
                 assert request.context == len(request.tokens) - 1
+        for request in self.waiting:
+            assert request.is_prefill and request not in self.running
+            assert (request.place, request.pages, request.context) == (-1, [], 0)
 
-    def _pages(self, request: Request) -> int:
-        return pages_for(request.prompt_tokens + request.most_tokens)
+    def _is_held(self, request: Request) -> bool:
+        """Whether the request that it lets go first has still to compute their prompt."""
+        first = request.after
+        if first is None or not first.is_prefill:
+            return False
+        return first in self.running or first in self.waiting
 
-    def _admit(self, request: Request) -> bool:
+    def _admit(self, request: Request, steps: int) -> bool:
+        """Whether a request could be given a place and pages.
+
+        A page for each running request that may still want one is left: else the new one could
+        have to give everything up at the next step.
+        """
         allocator = self.allocator
-        shareable = 0 if request.reads_all_rows else (request.prompt_tokens - 1) // PAGE_SIZE
+        shareable = 0 if request.reads_all_rows else (request.fill - 1) // PAGE_SIZE
         shared = allocator.share_prefix(request.tokens, shareable)
-        missing = self._pages(request) - len(shared)
-        if missing > allocator.available:
+        missing = pages_for(min(request.fill + steps, request.most_context)) - len(shared)
+        growing = sum(len(one.pages) < pages_for(one.most_context) for one in self.running)
+        if missing + growing > allocator.available:
             allocator.release(shared)
             return False
         request.pages = shared + allocator.allocate(missing)
         request.place = self._places.pop()
         self.state.admit(request)
-        request.context = request.stats.cached_tokens = len(shared) * PAGE_SIZE
+        request.context = len(shared) * PAGE_SIZE
+        if not request.stats.preemptions:
+            request.stats.cached_tokens = request.context
         self.running.append(request)
         return True
+
+    def _withdraw(self, request: Request) -> None:
+        """Take pages and place from a running request."""
+        self.running.remove(request)
+        self.allocator.release(request.pages)
+        request.pages = []
+        self._places.append(request.place)
+        request.place = -1

@@ -47,8 +47,9 @@ class DecodeState:
 
     The dummy place has ended before it began: it fills a step up to the size of a graph, its rows
     go to the spill page, and it commits nothing. The host writes a place's table and settings when
-    a request is admitted, and where it stands when its prompt is through; from then on every step
-    moves it on the device. Shapes never change: `positions` bounds the pages of a request.
+    a request is admitted, and where it stands when its prefill is through; from then on every step
+    moves it on the device, and the host only adds pages to its table. Shapes never change:
+    `positions` bounds the pages of a request.
 
     edits: tables [places, vocabulary] for options that change logits; made when the first request
     needs them, since they take 8 bytes a token of the vocabulary and place.
@@ -84,13 +85,10 @@ class DecodeState:
         )
 
     def admit(self, request: Request) -> None:
-        """Write a request's table and settings; it has all the pages it will ever use."""
+        """Write a request's table, as far as it has pages, and its settings."""
         state, place = self._all, request.place
-        count = len(request.pages)
-        state.pages[place, :count] = upload(
-            torch.tensor(request.pages, dtype=torch.int32), self.device
-        )
-        state.pages[place, count:] = self._spill_page
+        self.extend(request, 0)
+        state.pages[place, len(request.pages) :] = self._spill_page
         temperature, top_k, top_p, min_p = request.params.filters
         state.seed[place] = seed_word(request.seed)
         state.temperature[place] = temperature
@@ -102,8 +100,13 @@ class DecodeState:
         if self.edits is not None:  # also ends what the place's last request left
             write_edits(self.edits, request)
 
+    def extend(self, request: Request, first: int) -> None:
+        """Write a request's table from its page number `first` on; it has got more pages."""
+        added = torch.tensor(request.pages[first:], dtype=torch.int32)
+        self._all.pages[request.place, first : len(request.pages)] = upload(added, self.device)
+
     def start(self, request: Request) -> None:
-        """Write where a request stands whose prompt is through: it decodes from here on."""
+        """Write where a request stands whose prefill is through: it decodes from here on."""
         state, place = self._all, request.place
         state.root[place] = request.tokens[-1]
         state.context[place] = request.context

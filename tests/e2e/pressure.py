@@ -1,0 +1,164 @@
+"""The contract under pressure: a cache too small for the requests on it, so that they preempt each
+other, several samples of one prompt, and callers that leave at any step.
+
+As in contract.py every emitted token, and the logits row that chose it, must equal plain
+decoding's; a request that was cancelled is compared as far as it came. Pages and places are checked
+after every step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from e2e.contract import (
+    CHAIN,
+    MAIN_AXES,
+    Report,
+    Truth,
+    accepted_pairs,
+    drafter_maker,
+    first_difference,
+    plain_truth,
+    sampling_params,
+)
+from e2e.covering import Axes, Row, covering_array
+from e2e.drive import Job, make_engine, run_jobs, scramble
+from e2e.models import Loaded, Models
+from e2e.pretend import Pretend
+from kdtree_engine.cache import pages_for
+from kdtree_engine.config import EngineConfig
+from kdtree_engine.engine.loop import Engine
+
+AXES: Axes = {
+    "model": MAIN_AXES["model"],
+    "nodes": (0, 2, 7, 15, "chain"),
+    "drafter": MAIN_AXES["drafter"],
+    "sampling": MAIN_AXES["sampling"],
+    "dtype": ("float32", "bfloat16"),
+    "chunk": (7, 64, 512),
+    "runner": ("direct", "ahead", "captured"),
+}
+QUICK_AXES: Axes = {
+    **AXES,
+    "model": ("flat", "groups"),
+    "nodes": (0, 7, "chain"),
+    "sampling": ("greedy", "p90"),
+    "dtype": ("float32",),
+}
+REQUESTS = 8
+PROMPTS = (40, 20, 33, 28, 47, 70)  # tokens; those of the last are shared by three requests
+PLACES = 5
+MOST_NEW = 100  # tokens of a request, so that each grows over one or two page borders
+LEAVERS = 2  # requests that are cancelled
+# For even and odd seeds: pages besides those of the largest request, and when requests leave. With
+# few pages two run at once, and whoever leaves, the next two run out; with more, three must stay.
+SPARE = (0, 2)
+LEAVING = ((0, 60), (50, 90))  # steps after they joined
+
+
+@dataclass(frozen=True)
+class Pressure:
+    """One point of `AXES`. runner: each step read at once ("direct"), the one before it ("ahead"),
+    or that with captured steps. seed: draws lengths, joins, cancellations, page order.
+    """
+
+    model: str
+    nodes: int | str
+    drafter: str
+    sampling: str
+    dtype: str
+    chunk: int
+    runner: str
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return " ".join(f"{axis}={value}" for axis, value in vars(self).items())
+
+
+def pressure_cases(axes: Axes = AXES) -> list[Pressure]:
+    """A case for every row of a covering array."""
+    rows: list[Row] = covering_array(axes)
+    return [Pressure(**row, seed=seed) for seed, row in enumerate(rows)]
+
+
+class UnderPressure:
+    """Runs cases on loaded models; plain answers are kept."""
+
+    def __init__(self, models: Models) -> None:
+        self.models = models
+        self._truths: dict[tuple[Any, ...], Truth] = {}
+
+    def truths(self, case: Pressure) -> list[Truth]:
+        """Plain decoding of the requests: five prompts, and three samples of a sixth."""
+        loaded = self.models.load(case.model, case.dtype)
+        found = []
+        for index in range(REQUESTS):
+            key = (case.model, case.dtype, case.sampling, index)
+            if key not in self._truths:
+                which = min(index, len(PROMPTS) - 1)
+                prompt = loaded.prompt(PROMPTS[which], 500 + which)
+                params = sampling_params(case.sampling, MOST_NEW, 500 + index)
+                self._truths[key] = plain_truth(loaded, prompt, params, 500 + index)
+            found.append(self._truths[key])
+        return found
+
+    def check(self, case: Pressure) -> Report:
+        """Run a case and compare; it must have preempted somebody."""
+        loaded = self.models.load(case.model, case.dtype)
+        truths = self.truths(case)
+        jobs = _jobs(case, truths)
+        engine = _engine(case, loaded, truths, jobs)
+        scramble(engine, case.seed)
+        runs = run_jobs(engine, jobs, check_every=1)
+        assert engine.scheduler.allocator.available == engine.pool.layout.pages
+        named = zip(range(REQUESTS), jobs, runs, truths, strict=True)
+        violations = [
+            first_difference(str(case), str(index), run, truth, whole=job.leave is None)
+            for index, job, run, truth in named
+        ]
+        preemptions = sum(run.request.stats.preemptions for run in runs)
+        assert preemptions, f"{case}: nobody was preempted"
+        return Report(
+            sum(len(run.tokens) for run in runs),
+            [one for one in violations if one is not None],
+            [pair for run in runs for trace in run.traces for pair in accepted_pairs(trace)],
+            preemptions,
+        )
+
+
+def _jobs(case: Pressure, truths: Sequence[Truth]) -> list[Job]:
+    draw = random.Random(f"pressure {case.seed}")
+    leavers = draw.sample(range(REQUESTS), LEAVERS)
+    first = len(PROMPTS) - 1
+    jobs = []
+    for index, truth in enumerate(truths):
+        params = sampling_params(case.sampling, draw.randint(MOST_NEW - 15, MOST_NEW), truth.seed)
+        jobs.append(
+            Job(
+                truth.tokens[: truth.prompt],
+                params,
+                join=5 if index >= first else draw.randint(0, 3),
+                leave=draw.randint(*LEAVING[case.seed % 2]) if index in leavers else None,
+                first=first if index > first else None,
+            )
+        )
+    return jobs
+
+
+def _engine(case: Pressure, loaded: Loaded, truths: Sequence[Truth], jobs: Sequence[Job]) -> Engine:
+    """With pages for the largest request and hardly more."""
+    chain = case.nodes == "chain"
+    most = max(pages_for(len(job.prompt) + job.params.max_tokens) for job in jobs)
+    config = EngineConfig(
+        CHAIN if chain else int(case.nodes), chain, case.chunk, most + SPARE[case.seed % 2], PLACES
+    )
+    make = drafter_maker(case.drafter, loaded, [truth.tokens for truth in truths], case.seed)
+    engine = make_engine(loaded, make, config, drafts=case.drafter == "dflash")
+    if case.runner == "captured":
+        engine.runner = Pretend(engine, PLACES, eager=False)
+        engine.runner.captures = engine.runner.keep_logits = True
+    engine.lookahead = case.runner != "direct"
+    return engine
