@@ -95,9 +95,9 @@ def test_steps_are_filled_up_with_the_dummy_place(
     engine.check_integrity()
     assert [out.token_ids for out in outs] == [plain(folder, *job) for job in work]
     captured = engine.runner._graphs
-    assert {places for places, _, _ in captured} == {1, 2, 4, 5}
+    assert {places for places, *_ in captured} == {1, 2, 4, 5}
     most = int(str(nodes).removeprefix("chain:")) + 1
-    assert {rows for _, rows, _ in captured} <= {1, most}
+    assert {rows for _, rows, *_ in captured} <= {1, most}
     fresh = load(folder, chosen, tree_nodes=nodes).generate(*work[-1])
     assert outs[-1].stats.accepted == fresh[0].stats.accepted, "the very same drafts"
 
