@@ -29,8 +29,6 @@ Work = list[tuple[list[int], SamplingParams]]
 ENGINES = (  # drafter, runner
     ("none", "direct"),
     ("ngram", "direct"),
-    ("dflash", "direct"),
-    ("none", "ahead"),
     ("dflash", "ahead"),
     ("dflash", "captured"),
     ("ngram", "captured"),
@@ -309,7 +307,7 @@ def test_interrupted_between_any_two_lines(runner: str, folder: Path) -> None:
     pages and places are all there.
     """
     jobs, draw, places, ends = work(7), random.Random(runner), set(), 0
-    for _ in range(25):
+    for _ in range(15):
         engine = tight(folder, "dflash", runner).engine
         requests, got = [engine.add(*job) for job in jobs], dict[int, list[int]]()
         interrupter = Interrupter(draw.randrange(6000))
@@ -331,7 +329,7 @@ def test_interrupted_between_any_two_lines(runner: str, folder: Path) -> None:
                 ends += 1
             else:
                 assert request.output_ids == answer
-    assert len(places) > 15 and ends > 15
+    assert len(places) > 7 and ends > 7
 
 
 # --------------------------------------------------------------------------------- the contract
