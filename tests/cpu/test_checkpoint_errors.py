@@ -145,7 +145,7 @@ def test_config_without_a_key(folder: Path, key: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "value", "reason"),
     [
-        (("model_type",), "llama", "'llama'; supported: deepseek_v3, kimi_k25"),
+        (("model_type",), "llama", "'llama'; supported: deepseek_v3, kimi_k2, kimi_k25"),
         (("model_type",), None, '"model_type" is missing'),
         (("architectures",), ["LlamaForCausalLM"], "supported"),
         ((TEXT,), None, '"text_config" is missing'),
@@ -178,7 +178,11 @@ def test_config_without_a_key(folder: Path, key: str) -> None:
         ((*ROPE, "type"), None, '"text_config.rope_scaling.type" is missing'),
         ((*ROPE, "factor"), None, "factor"),
         ((*ROPE, "original_max_position_embeddings"), None, "is missing"),
-        ((*QUANT, "quant_method"), "fp8", "'fp8'; supported: no quantization, compressed-tensors"),
+        (
+            (*QUANT, "quant_method"),
+            "awq",
+            "'awq'; supported: no quantization, compressed-tensors, fp8",
+        ),
         ((*QUANT, "quant_method"), None, "quant_method"),
         ((*QUANT, "format"), "nvfp4-pack-quantized", "supported: 'pack-quantized'"),
         ((*QUANT, "config_groups", "group_0", "weights", "num_bits"), 8, "supported: 4"),
@@ -301,12 +305,6 @@ def test_int4_where_it_is_not_expected(folder: Path) -> None:
     fails(CheckpointError, folder, "gate_proj is INT4, but config.json declares no quantization")
 
 
-def test_fp8_weights_are_named(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "deepseek-v3")
-    edit_tensors(tmp_path, {"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1, 1)})
-    fails(CheckpointError, tmp_path, "FP8 weights are not supported")
-
-
 def test_weight_shape_is_checked_when_read(folder: Path) -> None:
     edit_tensors(folder, {f"{GATE}.weight_shape": torch.tensor([32, 96])})
     experts = open_model(folder).experts(1)
@@ -369,7 +367,7 @@ def test_bad_drafter_tensors(folder: Path) -> None:
 def test_writing_refuses(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds a model already"):
         make_checkpoint(folder, "k2.6")
-    with pytest.raises(OptionError, match=r"there are: k2\.6, deepseek-v3"):
+    with pytest.raises(OptionError, match=r"there are: k2\.6, deepseek-v3, k2, k2-thinking"):
         make_checkpoint(tmp_path / "x", "gpt")
     with pytest.raises(ConfigError, match="multiple of 32"):
         make_checkpoint(tmp_path / "x", "k2.6", dims=Dims(hidden_size=40))

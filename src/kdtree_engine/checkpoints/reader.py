@@ -54,15 +54,20 @@ def safe_path(folder: Path, name: str) -> Path:
     return path
 
 
-def read_json(folder: Path, name: str, kind: type[CheckpointError] | type[ConfigError]) -> Any:
-    """The object in the JSON file `folder / name`; an error of `kind` if it is absent or broken."""
+def read_text(folder: Path, name: str, kind: type[CheckpointError] | type[ConfigError]) -> str:
+    """The text in the file `folder / name`; an error of `kind` if it is absent or unreadable."""
     path = safe_path(folder, name)
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise kind(f"{path}: no such file; a model folder holds one") from error
     except (OSError, UnicodeDecodeError) as error:
         raise kind(f"{path}: cannot be read ({error})") from error
+
+
+def read_json(folder: Path, name: str, kind: type[CheckpointError] | type[ConfigError]) -> Any:
+    """The object in the JSON file `folder / name`; an error of `kind` if it is absent or broken."""
+    path, text = folder / name, read_text(folder, name, kind)
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:

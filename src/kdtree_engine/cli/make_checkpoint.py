@@ -16,7 +16,17 @@ def make_checkpoint(
     out: str,
     /,
     *,
-    family: Annotated[str, Parameter(help="k2.6 or deepseek-v3.", metavar="NAME")] = "k2.6",
+    family: Annotated[
+        str, Parameter(help="k2.6, k2-thinking, k2 or deepseek-v3.", metavar="NAME")
+    ] = "k2.6",
+    format: Annotated[
+        str | None,
+        Parameter(
+            help="bf16, int4 (routed experts) or fp8 (projections); the family's own without it.",
+            metavar="NAME",
+            show_default=False,
+        ),
+    ] = None,
     drafter: Annotated[
         bool,
         Parameter(help="Also a DFlash drafter, in OUT/drafter.", negative=(), show_default=False),
@@ -39,6 +49,6 @@ def make_checkpoint(
         raise OptionError(f"--seed is {seed}: expected 0 to 2^63 - 1")
     from kdtree_engine.checkpoints import write
 
-    write.make_checkpoint(out, family, seed, drafter)
+    write.make_checkpoint(out, family, seed, drafter, form=format)
     made = f"a random {family} checkpoint" + (" and its drafter" if drafter else "")
     print(f"kdtree: wrote {made} to {out}", file=sys.stderr)
