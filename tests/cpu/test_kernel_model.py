@@ -38,7 +38,7 @@ def run(target: Kimi, tokens: torch.Tensor, context: int) -> tuple[TargetOutput,
     return out, latents[-1]
 
 
-@pytest.mark.parametrize("family", ["k2.6", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["k2.6", "deepseek-v3", "k2"])
 def test_kernels_compute_the_target(
     family: str, checkpoint: CheckpointMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
