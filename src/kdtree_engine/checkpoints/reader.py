@@ -77,6 +77,28 @@ def read_json(folder: Path, name: str, kind: type[CheckpointError] | type[Config
     return data
 
 
+def read_weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name, as the index of `folder` says. CheckpointError if it is broken."""
+    weight_map = read_json(folder, INDEX_FILE, CheckpointError).get("weight_map")
+    path = folder / INDEX_FILE
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f'{path}: has no "weight_map" from tensor names to files')
+    if not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f'{path}: "weight_map" has a value that is not a file name')
+    return weight_map
+
+
+def missing_shards(folder: Path) -> tuple[list[str], int]:
+    """The shards that the index of `folder` names and that are not there, and how many it names.
+
+    ([], 0) for a folder without an index.
+    """
+    if not (folder / INDEX_FILE).exists():
+        return [], 0
+    files = sorted(set(read_weight_map(folder).values()))
+    return [file for file in files if not safe_path(folder, file).is_file()], len(files)
+
+
 def check_folder(folder: Path) -> None:
     """CheckpointError unless `folder` is an existing directory."""
     if not folder.exists():
@@ -157,21 +179,15 @@ class SafetensorsFolder:
         return header
 
     def _read_index(self) -> None:
-        weight_map = read_json(self.folder, INDEX_FILE, CheckpointError).get("weight_map")
-        path = self.folder / INDEX_FILE
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f'{path}: has no "weight_map" from tensor names to files')
-        if not all(isinstance(file, str) for file in weight_map.values()):
-            raise CheckpointError(f'{path}: "weight_map" has a value that is not a file name')
-        files = sorted(set(weight_map.values()))
-        absent = [file for file in files if not safe_path(self.folder, file).is_file()]
+        path, weight_map = self.folder / INDEX_FILE, read_weight_map(self.folder)
+        absent, count = missing_shards(self.folder)
         if absent:
             raise CheckpointError(
-                f"{self.folder}: {len(absent)} of {len(files)} shards are missing: {few(absent)}; "
+                f"{self.folder}: {len(absent)} of {count} shards are missing: {few(absent)}; "
                 "download them again"
             )
         stored: dict[str, dict[str, StoredTensor]] = {}
-        for file in files:
+        for file in sorted(set(weight_map.values())):
             self._open(file)
             stored[file] = self._header(file)
         lost = [name for name, file in weight_map.items() if name not in stored[file]]

@@ -56,7 +56,7 @@ def generate(model: str | None = None, /, *, options: GenerateOptions | None = N
     Parameters
     ----------
     model
-        A model folder; the packaged model without it.
+        A model folder or a downloaded ORG/NAME; the packaged model without it.
     """
     options = options or GenerateOptions()
     prompt = read_prompt(options)

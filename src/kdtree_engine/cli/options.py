@@ -73,7 +73,7 @@ class EngineOptions:
     """How the model is loaded and run; the engine checks the values."""
 
     drafter: Annotated[
-        str, option(ENGINE, "auto, none, ngram, random, or a drafter's folder.", "X")
+        str, option(ENGINE, "auto, none, ngram, random, or a drafter's folder or ORG/NAME.", "X")
     ] = "auto"
     tree_nodes: Annotated[
         str, option(ENGINE, "Draft nodes per step (0 to 63), or chain:N.", "N")

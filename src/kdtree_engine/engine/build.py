@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from kdtree_engine.cache import CacheLayout, allocate_pool, pages_for
-from kdtree_engine.checkpoints import check_drafter, open_drafter, open_model
+from kdtree_engine.checkpoints import check_drafter, find_folder, open_drafter, open_model
 from kdtree_engine.config import EngineConfig, ModelConfig
 from kdtree_engine.drafter.base import Drafter
 from kdtree_engine.drafter.dflash import DFlashDrafter
@@ -156,7 +156,7 @@ def _drafter_folder(model: Path, drafter: DrafterChoice) -> Path | None:
         return own / "drafter" if model.resolve() == (own / "target").resolve() else None
     if drafter in ("none", "ngram", "random"):
         return None
-    folder = Path(drafter)
+    folder = find_folder(drafter)
     if not folder.is_dir():
         raise OptionError(
             f"drafter {str(drafter)!r} is neither a folder nor one of auto, none, ngram, random"
