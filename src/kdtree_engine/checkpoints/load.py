@@ -96,6 +96,10 @@ class ModelCheckpoint:
         self._stored_names = canonical_names(folder, files, prefix)
         self.notes = self._check()
 
+    def headers(self) -> dict[str, StoredTensor]:
+        """Every tensor by canonical name, skipped ones included."""
+        return {name: self._files.tensors[full] for name, full in self._stored_names.items()}
+
     def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         """Tensor `name` as stored, or only the given rows and columns of it.
 
@@ -133,7 +137,7 @@ class ModelCheckpoint:
     def _check(self) -> tuple[str, ...]:
         """Raise for every difference between config and headers; return the notes."""
         config = self.config
-        stored = {name: self._files.tensors[full] for name, full in self._stored_names.items()}
+        stored = self.headers()
         for key, count in (("layers", config.num_layers), ("experts", config.num_experts)):
             if count > len(stored):  # also keeps an absurd config from filling the memory
                 raise CheckpointError(
@@ -307,7 +311,7 @@ class DrafterCheckpoint:
         self.config = config
         self._files = files
         self._stored_names = canonical_names(folder, files, "model.")
-        stored = {name: files.tensors[full] for name, full in self._stored_names.items()}
+        stored = self.headers()
         if config.num_layers > len(stored):
             raise CheckpointError(
                 f"{folder}: config.json promises {config.num_layers} layers, "
@@ -318,6 +322,10 @@ class DrafterCheckpoint:
         found.compare(specs, stored)
         found.note_extra(sorted(stored.keys() - specs.keys()))
         found.raise_if_any(folder, self._layout_reason(found.extra))
+
+    def headers(self) -> dict[str, StoredTensor]:
+        """Every tensor by its name without `model.`."""
+        return {name: self._files.tensors[full] for name, full in self._stored_names.items()}
 
     def tensor(self, name: str) -> Tensor:
         """Tensor `name` as stored, in memory of its own (CPU). CheckpointError if unknown."""

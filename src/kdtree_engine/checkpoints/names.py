@@ -189,6 +189,37 @@ def skipped_kind(name: str, config: ModelConfig) -> str | None:
     return None
 
 
+PARTS = (
+    "embedding and head",
+    "attention",
+    "dense MLP",
+    "router",
+    "shared experts",
+    "routed experts",
+    "norms",
+    "skipped",
+)
+"""What `part_of` tells apart."""
+
+
+def part_of(name: str, config: ModelConfig) -> str:
+    """Which of PARTS a canonical tensor name belongs to."""
+    if skipped_kind(name, config):
+        return "skipped"
+    if name.endswith("norm.weight"):
+        return "norms"
+    for part, mark in (
+        ("attention", ".self_attn."),
+        ("routed experts", ".mlp.experts."),
+        ("shared experts", ".mlp.shared_experts."),
+        ("router", ".mlp.gate."),
+        ("dense MLP", ".mlp."),
+    ):
+        if mark in name:
+            return part
+    return "embedding and head"
+
+
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 

@@ -8,6 +8,8 @@ of it is opened. One exception to the latter, since it is how Hugging Face's cac
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,17 @@ class StoredTensor:
     file: str
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def elements(self) -> int:
+        """How many there are."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data; the dtype's name has the bits of one element, BOOL has 8."""
+        bits = re.search(r"\d+", self.dtype)
+        return self.elements * (int(bits[0]) if bits else 8) // 8
 
 
 def few(names: list[str], limit: int = 3) -> str:

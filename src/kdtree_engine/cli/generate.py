@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol, TypeVar
 from cyclopts import Group, Parameter
 
 from kdtree_engine.cli.options import (
+    OUTPUT,
     SAMPLING,
     EngineOptions,
     SamplingOptions,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from kdtree_engine.engine.request import RequestOutput, SamplingParams
 
 
-PROMPT, OUTPUT = Group("Prompt", sort_key=0), Group("Output", sort_key=3)
+PROMPT = Group("Prompt", sort_key=0)
 
 
 @Parameter(name="*")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kdtree_engine.engine.request import SamplingParams
 
 SAMPLING, ENGINE = Group("Sampling", sort_key=1), Group("Engine", sort_key=2)
+OUTPUT = Group("Output", sort_key=3)
 
 
 def option(group: Group, text: str, metavar: str) -> Parameter:
