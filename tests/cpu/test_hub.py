@@ -123,7 +123,7 @@ def test_a_lost_shard(snapshot: Path) -> None:
     shard = sorted(snapshot.glob("*.safetensors"))[1]
     blob = shard.resolve()
     shard.unlink()
-    refused(NAME, f"1 of {count} shards are missing ({shard.name})", f"hf download {NAME}")
+    refused(NAME, f"1 of {count} shards are missing: {shard.name}", f"hf download {NAME}")
     # As a download leaves it that was cut off: the link comes when the file is whole.
     blob.rename(blob.with_name(blob.name + ".incomplete"))
     refused(NAME, "not whole", shard.name, "1 files are still incomplete", str(blob.parent))
@@ -139,7 +139,7 @@ def test_a_download_that_goes_on(snapshot: Path) -> None:
 
 def test_a_link_to_nothing(snapshot: Path) -> None:
     (snapshot / "config.json").resolve().unlink()
-    refused(NAME, "links lead nowhere (config.json)")
+    refused(NAME, "links lead nowhere: config.json")
 
 
 def test_names_in_the_engine_and_the_command(

@@ -12,7 +12,7 @@ import re
 from os import PathLike
 from pathlib import Path
 
-from kdtree_engine.checkpoints.reader import few, missing_shards
+from kdtree_engine.checkpoints.reader import INDEX_FILE, few, missing_shards, read_weight_map
 from kdtree_engine.env import hub_cache
 from kdtree_engine.errors import CheckpointError
 
@@ -65,19 +65,19 @@ def _snapshot(name: str, revision: str | None, cache: Path) -> Path:
 def _check_whole(name: str, home: Path, folder: Path, fetch: str) -> None:
     """CheckpointError if the download has not ended, or files of the snapshot are lost."""
     found = []
-    absent, count = missing_shards(folder)
-    if absent:
-        found.append(f"{len(absent)} of {count} shards are missing ({few(absent)})")
+    absent = ""
+    if (folder / INDEX_FILE).exists():
+        absent = missing_shards(folder, read_weight_map(folder))
+        found += [absent] if absent else []
     lost = sorted(path.name for path in folder.iterdir() if not path.exists())
-    others = [one for one in lost if one not in absent]
-    if others:
-        found.append(f"links lead nowhere ({few(others)})")
+    if lost and not absent:
+        found.append(f"links lead nowhere: {few(lost)}")
     blobs = home / "blobs"
     partial = [path.name for path in blobs.glob("*.incomplete") if not (blobs / path.stem).exists()]
     if partial:
         found.append(f"{len(partial)} files are still incomplete in {blobs}")
     if found:
         raise CheckpointError(
-            f"{name}: the download in {folder} is not whole: {', '.join(found)}; finish it with: "
+            f"{name}: the download in {folder} is not whole ({'; '.join(found)}); finish it with: "
             f"{fetch}"
         )

@@ -101,15 +101,11 @@ def read_weight_map(folder: Path) -> dict[str, str]:
     return weight_map
 
 
-def missing_shards(folder: Path) -> tuple[list[str], int]:
-    """The shards that the index of `folder` names and that are not there, and how many it names.
-
-    ([], 0) for a folder without an index.
-    """
-    if not (folder / INDEX_FILE).exists():
-        return [], 0
-    files = sorted(set(read_weight_map(folder).values()))
-    return [file for file in files if not safe_path(folder, file).is_file()], len(files)
+def missing_shards(folder: Path, weight_map: dict[str, str]) -> str:
+    """Which shards of an index are not there, for a message; "" where all are."""
+    files = sorted(set(weight_map.values()))
+    absent = [file for file in files if not safe_path(folder, file).is_file()]
+    return f"{len(absent)} of {len(files)} shards are missing: {few(absent)}" if absent else ""
 
 
 def check_folder(folder: Path) -> None:
@@ -193,12 +189,9 @@ class SafetensorsFolder:
 
     def _read_index(self) -> None:
         path, weight_map = self.folder / INDEX_FILE, read_weight_map(self.folder)
-        absent, count = missing_shards(self.folder)
+        absent = missing_shards(self.folder, weight_map)
         if absent:
-            raise CheckpointError(
-                f"{self.folder}: {len(absent)} of {count} shards are missing: {few(absent)}; "
-                "download them again"
-            )
+            raise CheckpointError(f"{self.folder}: {absent}; download them again")
         stored: dict[str, dict[str, StoredTensor]] = {}
         for file in sorted(set(weight_map.values())):
             self._open(file)

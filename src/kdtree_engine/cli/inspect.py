@@ -37,13 +37,20 @@ def inspect(
     """
     from kdtree_engine.checkpoints import find_folder
     from kdtree_engine.engine.build import packaged_model
-    from kdtree_engine.engine.describe import TargetReport, describe
+    from kdtree_engine.engine.describe import describe
 
     report = describe(packaged_model() / "target" if model is None else find_folder(model))
     if json:
         print(json_format.dumps(as_json(report)))
-        return
+    else:
+        show(report)
+
+
+def show(report: TargetReport | DrafterReport) -> None:
+    """Print the tables of a report on stdout."""
     from rich.console import Console
+
+    from kdtree_engine.engine.describe import TargetReport
 
     console = Console(file=sys.stdout, highlight=False)
     tables = target_tables(report) if isinstance(report, TargetReport) else drafter_tables(report)
@@ -51,7 +58,7 @@ def inspect(
         if number:
             console.print()
         console.print(table)
-    for note in getattr(report, "notes", ()):
+    for note in report.notes if isinstance(report, TargetReport) else ():
         console.print(f"Note: {note}.", markup=False)
 
 

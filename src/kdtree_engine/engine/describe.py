@@ -100,10 +100,10 @@ def _target(folder: Path) -> TargetReport:
     parts, skipped = Counter(dict.fromkeys(PARTS, 0)), Counter[str]()
     headers = checkpoint.headers()
     for name, stored in headers.items():
-        parts[part_of(name, config)] += stored.nbytes
-        kind = skipped_kind(name, config)
-        if kind is not None:
-            skipped[kind] += stored.nbytes
+        part, size = part_of(name, config), stored.nbytes
+        parts[part] += size
+        if part == "skipped":
+            skipped[str(skipped_kind(name, config))] += size
     dense, experts = parameters(config)
     unread = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     active = dense - unread + experts * config.experts_per_token // config.num_experts
