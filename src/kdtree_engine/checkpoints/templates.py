@@ -65,6 +65,8 @@ def model_template(family: str, dims: Dims, form: str | None = None) -> Json:
     form = form or PUBLISHED_FORMAT[family]
     assert form in FORMATS, form
     text = _deepseek_v3(dims) if family == DEEPSEEK_V3 else _kimi_k2(dims)
+    if family in (K2, K2_THINKING) and text["rope_scaling"] is not None:
+        text["rope_scaling"]["beta_fast"] = 1.0  # as published: a step, where others ramp
     if form != "bf16":
         text["quantization_config"] = INT4_SECTION if form == "int4" else FP8_SECTION
     return _k26(dims, text) if family == K26 else text
