@@ -187,13 +187,13 @@ def test_memory_of_fp8() -> None:
     want = 0
     for name, spec in expected_tensors(config, experts=False).items():
         elements = torch.Size(spec.shape).numel()
-        kept = projection(name) is not None and "kv_b_proj" not in name
+        kept = projection(name) is not None and "kv_b_proj" not in name and "shared" not in name
         want += elements + 4 * -(-spec.shape[0] // 128) * -(-spec.shape[1] // 128) if kept else 0
         want += 0 if kept else 2 * elements
     want += 58 * 256 * 3 * (2048 * 7168 + 4 * 16 * 56)
     assert got == want
-    # The weights of 671 billion parameters, embedding, head, router and kv_b in bf16.
-    assert 671e9 < got < 676e9
+    # 671 billion parameters; embedding, head, router, kv_b and shared experts in bf16.
+    assert 671e9 < got < 678e9
     assert weight_bytes(config, torch.bfloat16, cpu) == 2 * 671_026_419_200
     assert weight_bytes(config, torch.float32, cpu) == 4 * 671_026_419_200
     assert rank_share(config, 8).cache_tokens[80] is None
@@ -338,13 +338,14 @@ def test_a_drafter_in_another_layout_is_a_drafter(tmp_path: Path) -> None:
 
 
 def test_memory_is_what_open_model_declares(checkpoint: CheckpointMaker) -> None:
-    """On CUDA FP8 takes what the files do, but for kv_b and what is kept in other dtypes."""
+    """On CUDA FP8 takes what the files do, but for what is expanded or kept in other dtypes."""
     folder = checkpoint("k2")
     config = open_model(folder).config
     stored = stored_tensors(folder)
-    kv_b = [t for n, t in stored.items() if n.endswith("kv_b_proj.weight")]
-    scales = [t for n, t in stored.items() if n.endswith("kv_b_proj.weight_scale_inv")]
+    wide = {n: t for n, t in stored.items() if "kv_b_proj" in n or "shared_experts" in n}
+    values = [t for n, t in wide.items() if n.endswith(".weight")]
+    scales = [t for n, t in wide.items() if n.endswith(".weight_scale_inv")]
     bias = [t for n, t in stored.items() if n.endswith("e_score_correction_bias")]
-    want = sum(t.nbytes for t in stored.values()) + sum(t.numel() for t in kv_b)
+    want = sum(t.nbytes for t in stored.values()) + sum(t.numel() for t in values)
     want -= sum(t.nbytes for t in scales) + 2 * sum(t.numel() for t in bias)
     assert weight_bytes(config, torch.bfloat16, torch.device("cuda")) == want

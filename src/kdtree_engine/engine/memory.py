@@ -16,6 +16,7 @@ _CPU_CACHE_BYTES = 2 << 30
 CUDA_CACHE_SHARE = 0.8
 """How much of the memory that is free once the weights are in a GPU gives to the cache."""
 _GIB = 1 << 30
+_EXPANDED = (".kv_b_proj.", ".shared_experts.")
 _INT4_BYTES = 0.5 + 2 / 32  # a weight, and its part of a bf16 scale
 
 
@@ -42,13 +43,14 @@ def parameters(config: ModelConfig) -> tuple[int, int]:
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
     """What the weights take: quantised ones stay as they are on CUDA, and are expanded elsewhere.
 
-    kv_b_proj is expanded everywhere: it is split by heads, keys from values.
+    Expanded everywhere are kv_b_proj, which is split by heads into keys and values, and FP8 shared
+    experts, whose products share launches with the router and with the routed experts.
     """
     packed = config.quantization if device.type == "cuda" else "none"
     total = 0
     for name, spec in expected_tensors(config, experts=False).items():
-        module = projection_of(name)
-        if packed == "fp8" and module is not None and not module.endswith("kv_b_proj"):
+        kept = projection_of(name) and not any(part in name for part in _EXPANDED)
+        if packed == "fp8" and kept:
             total += _fp8_bytes(spec.shape[0], spec.shape[1])
         else:
             total += math.prod(spec.shape) * dtype.itemsize
