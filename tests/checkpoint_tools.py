@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,33 @@ def replace_tensors(folder: Path, changes: dict[str, Tensor]) -> None:
     tensors = stored_tensors(folder)
     assert changes.keys() <= tensors.keys(), changes.keys() - tensors.keys()
     save_file({**tensors, **changes}, str(folder / "model.safetensors"), {"format": "pt"})
+
+
+Header = tuple[str, tuple[int, ...]]
+"""A tensor's dtype in safetensors' words, and its shape."""
+
+
+def write_headers(folder: Path, config: dict[str, Any], shards: list[dict[str, Header]]) -> None:
+    """A folder of any size that takes no room: real headers, and holes instead of data."""
+    folder.mkdir(parents=True)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):06d}.safetensors"
+        header, end = {}, 0
+        for name, (dtype, shape) in shard.items():
+            start, end = end, end + math.prod(shape) * HEADER_BYTES[dtype]
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+            weight_map[name] = file
+        text = json.dumps(header).encode()
+        with (folder / file).open("wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            out.truncate(8 + len(text) + end)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+HEADER_BYTES = {"F8_E4M3": 1, "BF16": 2, "I32": 4, "F32": 4}
 
 
 def write_byte_tokenizer(folder: Path) -> None:

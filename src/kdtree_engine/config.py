@@ -57,7 +57,7 @@ class ModelConfig:
     config.json.
     """
 
-    family: str  # "deepseek-v3", "k2.5" (K2.5 and K2.6 share it)
+    family: str  # "deepseek-v3", "k2", "k2-thinking", "k2.5" (K2.5 and K2.6 share it)
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -82,7 +82,8 @@ class ModelConfig:
     rope: RopeConfig
     max_positions: int
     tie_word_embeddings: bool = False
-    quantization: str = "none"  # "none" or "int4" (routed experts, group 32 along the input)
+    # "none", "int4" (routed experts, groups of 32 inputs) or "fp8" (projections, blocks 128 x 128)
+    quantization: str = "none"
     tensor_prefix: str = ""  # "language_model." in K2.5 and K2.6 folders
     num_mtp_layers: int = 0
     bos_token_id: int | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from kdtree_engine.errors import OptionError
 
@@ -34,6 +35,19 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     if level not in LOG_LEVELS:
         raise OptionError(f"KDTREE_LOG is {level!r}: expected one of {', '.join(LOG_LEVELS)}")
     return Environment(log_level=level, threads=_threads(found.get("KDTREE_THREADS", "")))
+
+
+def hub_cache(variables: Mapping[str, str] | None = None) -> Path:
+    """Where Hugging Face's tools keep downloads: HF_HUB_CACHE, or `hub` in HF_HOME.
+
+    HF_HOME is `huggingface` in XDG_CACHE_HOME, which is ~/.cache, unless they are set.
+    """
+    found = os.environ if variables is None else variables
+    if found.get("HF_HUB_CACHE"):
+        return Path(found["HF_HUB_CACHE"]).expanduser()
+    caches = Path(found.get("XDG_CACHE_HOME") or "~/.cache")
+    home = Path(found.get("HF_HOME") or caches / "huggingface")
+    return home.expanduser() / "hub"
 
 
 def _threads(text: str) -> int | None:

@@ -39,6 +39,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def fp8(tmp_path: Path) -> Path:
+    """A good K2 folder in FP8, with partial blocks; one weight file."""
+    make_checkpoint(tmp_path / "fp8", "k2", dims=Dims(hidden_size=160))
+    return tmp_path / "fp8"
+
+
+@pytest.fixture
 def sharded(tmp_path: Path) -> Path:
     """A good K2.6 folder of several shards."""
     make_checkpoint(tmp_path / "sharded", "k2.6", max_file_bytes=100_000)
@@ -147,7 +154,7 @@ def test_config_without_a_key(folder: Path, key: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "value", "reason"),
     [
-        (("model_type",), "llama", "'llama'; supported: deepseek_v3, kimi_k25"),
+        (("model_type",), "llama", "'llama'; supported: deepseek_v3, kimi_k2, kimi_k25"),
         (("model_type",), None, '"model_type" is missing'),
         (("architectures",), ["LlamaForCausalLM"], "supported"),
         ((TEXT,), None, '"text_config" is missing'),
@@ -180,7 +187,11 @@ def test_config_without_a_key(folder: Path, key: str) -> None:
         ((*ROPE, "type"), None, '"text_config.rope_scaling.type" is missing'),
         ((*ROPE, "factor"), None, "factor"),
         ((*ROPE, "original_max_position_embeddings"), None, "is missing"),
-        ((*QUANT, "quant_method"), "fp8", "'fp8'; supported: no quantization, compressed-tensors"),
+        (
+            (*QUANT, "quant_method"),
+            "awq",
+            "'awq'; supported: no quantization, compressed-tensors, fp8",
+        ),
         ((*QUANT, "quant_method"), None, "quant_method"),
         ((*QUANT, "format"), "nvfp4-pack-quantized", "supported: 'pack-quantized'"),
         ((*QUANT, "config_groups", "group_0", "weights", "num_bits"), 8, "supported: 4"),
@@ -303,10 +314,105 @@ def test_int4_where_it_is_not_expected(folder: Path) -> None:
     fails(CheckpointError, folder, "gate_proj is INT4, but config.json declares no quantization")
 
 
-def test_fp8_weights_are_named(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "deepseek-v3")
-    edit_tensors(tmp_path, {"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1, 1)})
-    fails(CheckpointError, tmp_path, "FP8 weights are not supported")
+UP = "model.layers.1.mlp.experts.3.up_proj"
+Q_B = "model.layers.1.self_attn.q_b_proj"
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("fmt", "e5m2", "'e5m2'; supported: 'e4m3'"),
+        ("activation_scheme", "static", "'static'; supported: 'dynamic'"),
+        ("scale_fmt", "ue8m0", "'ue8m0'; supported: 'float'"),
+        ("expert_dtype", "fp4", "'fp4'; supported: 'fp8'"),
+        ("weight_block_size", [64, 128], "[64, 128]; supported: [128, 128]"),
+        ("weight_block_size", None, "None; supported: [128, 128]"),
+        ("weight_block_size", 128, "128; supported: [128, 128]"),
+        ("kv_cache_scheme", {"num_bits": 8}, "a quantised cache is not supported"),
+    ],
+)
+def test_fp8_variants(fp8: Path, key: str, value: Any, reason: str) -> None:
+    edit_json(fp8 / "config.json", "quantization_config", key, value=value)
+    fails(ConfigError, fp8, f'"quantization_config.{key}"', reason)
+
+
+@pytest.mark.parametrize(
+    ("change", "reasons"),
+    [
+        # Blocks as transformers, which divides rows by the number of scales, would have them.
+        (
+            {f"{UP}.weight_scale_inv": torch.ones(2, 1)},
+            [f"1 misshapen ({UP}.weight_scale_inv is [2, 1], expected [1, 2])"],
+        ),
+        (
+            {f"{Q_B}.weight_scale_inv": torch.ones(1)},
+            [f"1 misshapen ({Q_B}.weight_scale_inv is [1], expected [1, 1])"],
+        ),
+        (
+            {f"{Q_B}.weight_scale_inv": torch.ones(1, 1, dtype=torch.bfloat16)},
+            [f"1 wrongly typed ({Q_B}.weight_scale_inv is BF16, expected F32)"],
+        ),
+        (
+            {f"{UP}.weight_scale_inv": torch.ones(1, 2, dtype=torch.float8_e8m0fnu)},
+            [f"1 wrongly typed ({UP}.weight_scale_inv is F8_E8M0, expected F32)"],
+        ),
+        (
+            {f"{UP}.weight": torch.ones(32, 160).to(torch.float8_e5m2)},
+            [f"1 wrongly typed ({UP}.weight is F8_E5M2, expected F8_E4M3)"],
+        ),
+        ({f"{UP}.weight": None}, [f"{UP} has weight_scale_inv, but no weight"]),
+        ({f"{Q_B}.weight": None}, [f"1 missing ({Q_B}.weight)"]),
+        (
+            {f"{UP}.weight": None, f"{UP}.weight_scale_inv": None},
+            [f"{UP} has neither weight nor weight_packed"],
+        ),
+        # FP8 values whose scales are lost are no dense weight.
+        ({f"{UP}.weight_scale_inv": None}, [f"{UP}.weight is F8_E4M3, expected BF16"]),
+        ({f"{Q_B}.weight_scale_inv": None}, [f"{Q_B}.weight is F8_E4M3, expected BF16"]),
+        (
+            {f"{UP}.weight_packed": torch.zeros(32, 20, dtype=torch.int32)},
+            [f"{UP} is stored twice, as weight and as weight_packed"],
+        ),
+        (
+            {
+                f"{UP}.weight": None,
+                f"{UP}.weight_packed": torch.zeros(32, 20, dtype=torch.int32),
+            },
+            [f"{UP} is stored twice, as weight_scale_inv and as weight_packed"],
+        ),
+        (
+            {
+                f"{UP}.weight": None,
+                f"{UP}.weight_scale_inv": None,
+                f"{UP}.weight_packed": torch.zeros(32, 20, dtype=torch.int32),
+                f"{UP}.weight_scale": torch.zeros(32, 5, dtype=torch.bfloat16),
+                f"{UP}.weight_shape": torch.tensor([32, 160]),
+            },
+            [f"{UP} is INT4, but config.json declares FP8 alone"],
+        ),
+        (
+            {
+                "model.layers.1.mlp.gate.weight": torch.ones(8, 160).to(E4M3),
+                "model.layers.1.mlp.gate.weight_scale_inv": torch.ones(1, 2),
+            },
+            [
+                "1 extra (model.layers.1.mlp.gate.weight_scale_inv)",
+                "model.layers.1.mlp.gate.weight is F8_E4M3",
+                "only projections may be FP8",
+            ],
+        ),
+    ],
+)
+def test_bad_fp8_tensors(fp8: Path, change: dict[str, Tensor | None], reasons: list[str]) -> None:
+    edit_tensors(fp8, change)
+    fails(CheckpointError, fp8, *reasons)
+
+
+def test_fp8_that_the_config_does_not_announce(fp8: Path) -> None:
+    edit_json(fp8 / "config.json", "quantization_config")
+    declared = "config.json declares no quantization"
+    fails(CheckpointError, fp8, f"kv_a_proj_with_mqa is FP8, but {declared}", "104 contradictory")
 
 
 def test_weight_shape_is_checked_when_read(folder: Path) -> None:
@@ -467,7 +573,7 @@ def test_a_raw_torchspec_config_is_refused(folder: Path) -> None:
 def test_writing_refuses(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds a model already"):
         make_checkpoint(folder, "k2.6")
-    with pytest.raises(OptionError, match=r"there are: k2\.6, deepseek-v3"):
+    with pytest.raises(OptionError, match=r"there are: k2\.6, deepseek-v3, k2, k2-thinking"):
         make_checkpoint(tmp_path / "x", "gpt")
     with pytest.raises(OptionError, match="there are: z-lab, speculators"):
         make_checkpoint(tmp_path / "x", "k2.6", drafter=True, layout="eagle")

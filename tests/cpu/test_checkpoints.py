@@ -19,7 +19,9 @@ from kdtree_engine.checkpoints.templates import Dims, default_taps
 from kdtree_engine.checkpoints.write import make_checkpoint, write_model
 from kdtree_engine.config import DraftMask, RopeConfig
 from kdtree_engine.errors import DrafterError
+from kdtree_engine.kernels.fp8 import Fp8Tensor
 from kdtree_engine.kernels.int4 import dequantise, quantise
+from kdtree_engine.tokenizer.chat import detect_family
 
 FAMILIES = ("k2.6", "deepseek-v3")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -100,6 +102,64 @@ def test_the_config_is_read(tmp_path: Path) -> None:
     assert (deepseek.config.num_groups, deepseek.config.top_groups) == (4, 2)
     assert [deepseek.config.is_moe_layer(layer) for layer in range(4)] == [False] * 2 + [True] * 2
     assert deepseek.notes == ("skipped the multi-token-prediction layer 4 (42 tensors)",)
+
+
+def test_fp8_round_trip(tmp_path: Path) -> None:
+    """Values, scales and forms as stored; the config and what is skipped, of K2 and DeepSeek-V3."""
+    make_checkpoint(tmp_path / "k", "k2", dims=Dims(hidden_size=160))
+    make_checkpoint(tmp_path / "d", "deepseek-v3", form="fp8")
+    kimi, raw = open_model(tmp_path / "k"), stored(tmp_path / "k")
+    assert (kimi.config.family, kimi.config.quantization) == ("k2", "fp8")
+    assert (kimi.config.tensor_prefix, kimi.notes) == ("", ())
+    names = [n.removesuffix("_scale_inv") for n in raw if n.endswith("_scale_inv")]
+    assert len(names) == 4 * 5 + 3 + 3 * (3 + 8 * 3)
+    for name in names:
+        module = name.removesuffix(".weight")
+        if ".experts." in module:
+            layer, expert = (int(module.split(".")[at]) for at in (2, 5))
+            weight = kimi.experts(layer).stored(expert, module.split(".")[6])
+            assert kimi.experts(layer).form(expert, module.split(".")[6]) == "fp8"
+        else:
+            weight = kimi.weight(module)
+        assert isinstance(weight, Fp8Tensor)
+        assert torch.equal(weight.values.float(), raw[name].float())
+        assert torch.equal(weight.scales, raw[name + "_scale_inv"])
+    experts = kimi.experts(2)
+    for dtype in (torch.float32, torch.bfloat16):
+        parts = [experts.stored(3, name) for name in PROJECTIONS]
+        values = [part.dequantize(dtype) for part in parts if isinstance(part, Fp8Tensor)]
+        assert torch.equal(experts.gate_up(3, dtype), torch.cat(values[:2]))
+        assert torch.equal(experts.down(3, dtype), values[2])
+    assert isinstance(kimi.weight("model.layers.1.mlp.gate"), torch.Tensor)
+    deepseek = open_model(tmp_path / "d")
+    assert (deepseek.config.family, deepseek.config.quantization) == ("deepseek-v3", "fp8")
+    # 42 tensors as in bf16, and the scales of its 35 projections.
+    assert deepseek.notes == ("skipped the multi-token-prediction layer 4 (77 tensors)",)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "family"),
+    [
+        ("x.json", {}, "k2"),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {}, "chat_template": "<|im_user|>"},
+            "k2",
+        ),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"9": {"content": "<think>"}}}, None),
+        ("tokenizer_config.json", {"chat_template": "x <think>"}, None),
+        ("chat_template.jinja", "{{ '<think>' }}", None),
+        ("chat_template.jinja", "{{ 1 }}", "k2"),
+    ],
+)
+def test_k2_and_k2_thinking_are_told_apart_as_chat_does(
+    tmp_path: Path, file: str, content: Any, family: str | None
+) -> None:
+    make_checkpoint(tmp_path, "k2-thinking")
+    (tmp_path / file).write_text(content if isinstance(content, str) else json.dumps(content))
+    config = open_model(tmp_path).config
+    assert config.family == (family or "k2-thinking") == detect_family(tmp_path)
+    assert config.quantization == "int4"
 
 
 def test_forms_of_the_config(tmp_path: Path) -> None:

@@ -29,10 +29,19 @@ def test_make_checkpoint_writes_what_the_reader_reads(
     assert str(folder) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("family", ["k2", "k2-thinking", "deepseek-v3"])
+@pytest.mark.parametrize("form", ["bf16", "int4", "fp8"])
+def test_make_checkpoint_in_every_format(tmp_path: Path, family: str, form: str) -> None:
+    arguments = ["make-checkpoint", str(tmp_path), "--family", family, "--format", form]
+    assert cli.run(arguments) == 0
+    assert open_model(tmp_path).config.quantization == form.replace("bf16", "none")
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         (["--family", "gpt"], "'gpt'"),
+        (["--format", "fp4"], "'fp4'; there are: bf16, int4, fp8"),
         (["--seed", "-1"], "--seed is -1"),
         (["--seed", str(2**63)], "--seed"),
         (["--seed", "x"], "--seed"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoint_tools import CheckpointMaker
 
 from kdtree_engine.checkpoints import open_model
+from kdtree_engine.checkpoints.templates import Dims
 from kdtree_engine.kernels.mla_attention import TablePlan
 from kdtree_engine.model import Kimi, load_target
 from kdtree_engine.model import kimi as kimi_module
@@ -38,11 +40,20 @@ def run(target: Kimi, tokens: torch.Tensor, context: int) -> tuple[TargetOutput,
     return out, latents[-1]
 
 
-@pytest.mark.parametrize("family", ["k2.6", "deepseek-v3"])
+WHOLE = Dims(num_layers=2, hidden_size=128, moe_intermediate_size=128)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("k2.6", {}), ("deepseek-v3", {}), ("k2", {}), ("k2", {"dims": WHOLE})],
+)
 def test_kernels_compute_the_target(
-    family: str, checkpoint: CheckpointMaker, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    options: dict[str, Any],
+    checkpoint: CheckpointMaker,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder: Path = checkpoint(family)
+    folder: Path = checkpoint(family, **options)
     tokens = torch.randint(0, 160, (8,), generator=torch.Generator().manual_seed(1))
     wanted, cached = run(load_target(open_model(folder), torch.float32, CPU), tokens, 4)
     target = load_target(open_model(folder), torch.float32, CPU, kernels=True)

@@ -57,7 +57,7 @@ class Differences:
 
     def _hint(self) -> str:
         if any(name.endswith(".weight_scale_inv") for name in self.extra):
-            return "; FP8 weights are not supported"
+            return "; only projections may be FP8: not the router, norms, embedding or head"
         if any(name.endswith(".weight_packed") for name in self.extra):
             return "; only routed experts may be INT4"
         return ""

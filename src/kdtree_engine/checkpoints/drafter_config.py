@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kdtree_engine.checkpoints.model_config import CONFIG_FILE, MAX_LAYERS, MAX_POSITIONS
-from kdtree_engine.checkpoints.reader import read_json
+from kdtree_engine.checkpoints.reader import check_folder, read_json
 from kdtree_engine.checkpoints.rope_config import read_rope
 from kdtree_engine.checkpoints.section import Section
 from kdtree_engine.config import DrafterConfig, DraftMask, ModelConfig
@@ -21,6 +21,13 @@ from kdtree_engine.errors import ConfigError, DrafterError
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 
 DFLASH_2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
+
+def is_drafter(folder: Path) -> bool:
+    """Whether the config of a folder speaks of a drafter, in any layout. ConfigError if broken."""
+    check_folder(folder)
+    data = read_json(folder, CONFIG_FILE, ConfigError)
+    return "dflash_config" in data or "speculators_model_type" in data
 
 
 def read_drafter_config(folder: Path) -> DrafterConfig:

@@ -18,19 +18,25 @@ from torch import Tensor
 from kdtree_engine.checkpoints.check import Differences
 from kdtree_engine.checkpoints.model_config import read_model_config
 from kdtree_engine.checkpoints.names import (
+    FORMS,
     PROJECTIONS,
+    TensorSpec,
     dense_form,
     expected_tensors,
     expert_module,
     expert_modules,
     expert_shape,
-    int4_form,
+    fp8_form,
+    projection_of,
     skipped_kind,
 )
 from kdtree_engine.checkpoints.quantization import (
+    DENSE,
+    FP8,
     INT4,
     PACKED,
     SCALE,
+    SCALE_INV,
     SHAPE,
     WEIGHT,
     module_form,
@@ -38,6 +44,7 @@ from kdtree_engine.checkpoints.quantization import (
 from kdtree_engine.checkpoints.reader import SafetensorsFolder, StoredTensor, check_folder
 from kdtree_engine.config import ModelConfig
 from kdtree_engine.errors import CheckpointError
+from kdtree_engine.kernels.fp8 import Fp8Tensor
 from kdtree_engine.kernels.int4 import Int4Tensor, dequantise
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -79,6 +86,10 @@ class ModelCheckpoint:
         self._stored_names = canonical_names(folder, files, prefix)
         self.notes = self._check()
 
+    def headers(self) -> dict[str, StoredTensor]:
+        """Every tensor by canonical name, skipped ones included."""
+        return {name: self._files.tensors[full] for name, full in self._stored_names.items()}
+
     def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         """Tensor `name` as stored, or only the given rows and columns of it.
 
@@ -87,6 +98,17 @@ class ModelCheckpoint:
         if name == HEAD and self.config.tie_word_embeddings:
             name = EMBEDDING
         return self._files.read(self._stored(name), rows, columns)
+
+    def weight(self, module: str) -> Tensor | Fp8Tensor:
+        """The weight [out, in] of a linear module that is no routed expert, in its stored form.
+
+        FP8 where a weight_scale_inv stands beside it, in whichever file. CheckpointError if
+        unknown.
+        """
+        values = self.tensor(module + WEIGHT)
+        if module + SCALE_INV not in self._stored_names:
+            return values
+        return Fp8Tensor(values, self.tensor(module + SCALE_INV))
 
     def experts(self, layer: int) -> ExpertTensors:
         """Routed experts of the 0-based MoE layer `layer`, one by one."""
@@ -105,7 +127,7 @@ class ModelCheckpoint:
     def _check(self) -> tuple[str, ...]:
         """Raise for every difference between config and headers; return the notes."""
         config = self.config
-        stored = {name: self._files.tensors[full] for name, full in self._stored_names.items()}
+        stored = self.headers()
         for key, count in (("layers", config.num_layers), ("experts", config.num_experts)):
             if count > len(stored):  # also keeps an absurd config from filling the memory
                 raise CheckpointError(
@@ -113,7 +135,7 @@ class ModelCheckpoint:
                     f"but the folder holds {len(stored)} tensors"
                 )
         found = Differences()
-        used = expected_tensors(config, experts=False)
+        used = self._dense_or_fp8(stored, found)
         found.compare(used, stored)
         known = set(used)
         for module, shape in expert_modules(config):
@@ -123,6 +145,21 @@ class ModelCheckpoint:
         found.raise_if_any(self.folder)
         return self._notes(Counter(kind for kind in kinds.values() if kind is not None))
 
+    def _dense_or_fp8(
+        self, stored: dict[str, StoredTensor], found: Differences
+    ) -> dict[str, TensorSpec]:
+        """The tensors besides routed experts, projections in the form that their names tell."""
+        specs = {}
+        for name, spec in expected_tensors(self.config, experts=False).items():
+            module = projection_of(name)
+            if module is None or module + SCALE_INV not in stored:
+                specs[name] = spec
+                continue
+            rows, columns = spec.shape
+            specs.update(fp8_form(module, (rows, columns)))
+            self._check_declared(module, FP8, found)
+        return specs
+
     def _check_expert(
         self,
         module: str,
@@ -131,18 +168,25 @@ class ModelCheckpoint:
         found: Differences,
     ) -> set[str]:
         """Check one projection of a routed expert; return the names that belong to it."""
-        dense, packed = dense_form(module, shape), int4_form(module, shape)
+        forms = {DENSE: dense_form, **FORMS}
         try:
             form = module_form(module, stored)
         except CheckpointError as error:
             found.conflicts.append(str(error))
-            return {*dense, *packed}
-        if form == INT4 and self.config.quantization != INT4:
-            found.conflicts.append(f"{module} is INT4, but config.json declares no quantization")
-            return {*dense, *packed}
-        specs = packed if form == INT4 else dense
-        found.compare(specs, stored)
+            return {name for specs in forms.values() for name in specs(module, shape)}
+        specs = forms[form](module, shape)
+        if self._check_declared(module, form, found):
+            found.compare(specs, stored)
         return set(specs)
+
+    def _check_declared(self, module: str, form: str, found: Differences) -> bool:
+        """Whether the config announces `form`, as it must where it is not dense; else noted."""
+        declared = self.config.quantization
+        if form in (DENSE, declared):
+            return True
+        says = "no quantization" if declared == "none" else f"{declared.upper()} alone"
+        found.conflicts.append(f"{module} is {form.upper()}, but config.json declares {says}")
+        return False
 
     def _notes(self, skipped: Counter[str]) -> tuple[str, ...]:
         first, count = self.config.num_layers, self.config.num_mtp_layers
@@ -162,8 +206,8 @@ class ModelCheckpoint:
 class ExpertTensors:
     """The routed experts of one layer. Each call reads one expert; nothing is kept.
 
-    I is moe_intermediate_size, H hidden_size. Dense values are in the stored dtype, INT4 values
-    bf16(q x scale).
+    I is moe_intermediate_size, H hidden_size. Values of dense experts are in the stored dtype, of
+    INT4 ones bf16(q x scale), of FP8 ones q x scale in the dtype asked for.
     """
 
     def __init__(self, checkpoint: ModelCheckpoint, layer: int) -> None:
@@ -173,22 +217,37 @@ class ExpertTensors:
         self._files = checkpoint._files
 
     def form(self, expert: int, projection: str) -> str:
-        """How a projection (`gate_proj`, `up_proj`, `down_proj`) is stored: "dense" or "int4"."""
+        """How a projection (`gate_proj`, `up_proj`, `down_proj`) is stored: "dense", "int4" or
+        "fp8".
+        """
         return module_form(self._module(expert, projection), self._checkpoint._stored_names)
 
-    def weight(self, expert: int, projection: str) -> Tensor:
-        """One projection, [out, in]: [I, H] for gate and up, [H, I] for down."""
+    def stored(
+        self, expert: int, projection: str, own: bool = True
+    ) -> Tensor | Int4Tensor | Fp8Tensor:
+        """One projection [out, in] in its stored form: [I, H] for gate and up, [H, I] for down.
+
+        INT4 may be a view of the file unless `own`: for use at once, never to be kept.
+        """
         if self.form(expert, projection) == INT4:
-            return dequantise(self._int4(expert, projection, own=False))
-        return self._checkpoint.tensor(self._module(expert, projection) + WEIGHT)
+            return self._int4(expert, projection, own)
+        return self._checkpoint.weight(self._module(expert, projection))
 
-    def gate_up(self, expert: int) -> Tensor:
+    def weight(self, expert: int, projection: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """One projection [out, in] as values; `dtype` is what FP8 becomes."""
+        weight = self.stored(expert, projection, own=False)
+        if isinstance(weight, Int4Tensor):
+            return dequantise(weight)
+        return weight.dequantize(dtype) if isinstance(weight, Fp8Tensor) else weight
+
+    def gate_up(self, expert: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Gate over up, [2 I, H]."""
-        return torch.cat([self.weight(expert, "gate_proj"), self.weight(expert, "up_proj")])
+        parts = [self.weight(expert, name, dtype) for name in ("gate_proj", "up_proj")]
+        return torch.cat(parts)
 
-    def down(self, expert: int) -> Tensor:
+    def down(self, expert: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Down, [H, I]."""
-        return self.weight(expert, "down_proj")
+        return self.weight(expert, "down_proj", dtype)
 
     def packed(self, expert: int, projection: str) -> Int4Tensor:
         """The packed form of an INT4 projection; CheckpointError if it is stored dense."""
@@ -197,7 +256,9 @@ class ExpertTensors:
             raise CheckpointError(f"{self._checkpoint.folder}: {module} is not stored as INT4")
         return self._int4(expert, projection, own=True)
 
-    def pairs(self) -> Iterator[tuple[Int4Tensor | Tensor, Int4Tensor | Tensor]]:
+    def pairs(
+        self, dtype: torch.dtype = torch.bfloat16
+    ) -> Iterator[tuple[Int4Tensor | Tensor, Int4Tensor | Tensor]]:
         """Every expert's gate over up and its down, in turn: packed where all of them are INT4."""
         packed = all(
             self.form(expert, projection) == INT4
@@ -206,7 +267,7 @@ class ExpertTensors:
         )
         for expert in range(self.count):
             if not packed:
-                yield self.gate_up(expert), self.down(expert)
+                yield self.gate_up(expert, dtype), self.down(expert, dtype)
                 continue
             gate, up, down = (
                 self._int4(expert, projection, own=False) for projection in PROJECTIONS

@@ -20,7 +20,7 @@ from kdtree_engine.checkpoints.names import (
     drafter_tensors,
     drafter_vocabulary,
 )
-from kdtree_engine.checkpoints.reader import SafetensorsFolder, check_folder
+from kdtree_engine.checkpoints.reader import SafetensorsFolder, StoredTensor, check_folder
 from kdtree_engine.config import DrafterConfig
 from kdtree_engine.errors import CheckpointError
 
@@ -89,6 +89,10 @@ class DrafterCheckpoint:
         self.has_head = LM_HEAD in self._stored_names
         self.tokens = self._tokens()
 
+    def headers(self) -> dict[str, StoredTensor]:
+        """Every tensor by z-lab's name for it."""
+        return {name: self._files.tensors[full] for name, full in self._stored_names.items()}
+
     def tensor(self, name: str) -> Tensor:
         """Tensor `name` as stored, in memory of its own (CPU). CheckpointError if unknown."""
         stored = self._stored_names.get(drafter_name(name))
@@ -113,7 +117,7 @@ class DrafterCheckpoint:
     def _check(self) -> tuple[str, ...]:
         """Raise for every difference between config and headers; return the notes."""
         config = self.config
-        stored = {name: self._files.tensors[full] for name, full in self._stored_names.items()}
+        stored = self.headers()
         if config.num_layers > len(stored):
             raise CheckpointError(
                 f"{self.folder}: config.json promises {config.num_layers} layers, "

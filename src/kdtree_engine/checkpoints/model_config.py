@@ -7,11 +7,12 @@ merely look like constants of the family (eps, beta_fast) are read too (docs/che
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kdtree_engine.checkpoints.quantization import find_quantization, read_quantization
-from kdtree_engine.checkpoints.reader import read_json
+from kdtree_engine.checkpoints.reader import read_json, read_text
 from kdtree_engine.checkpoints.rope_config import read_rope
 from kdtree_engine.checkpoints.section import Section
 from kdtree_engine.config import ModelConfig
@@ -20,6 +21,8 @@ from kdtree_engine.kernels.int4 import GROUP
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+TOKENIZER_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
 
 MAX_LAYERS = 4096
 """More than any model has: an absurd number must not make us list its tensors."""
@@ -35,7 +38,28 @@ def read_model_config(folder: Path) -> ModelConfig:
     if (folder / GENERATION_FILE).exists():
         generation = read_json(folder, GENERATION_FILE, ConfigError)
         extra_stops = Section(generation, str(folder / GENERATION_FILE)).ids("eos_token_id")
-    return parse_model_config(data, str(folder / CONFIG_FILE), extra_stops)
+    config = parse_model_config(data, str(folder / CONFIG_FILE), extra_stops)
+    if config.family == "k2" and _names_thinking(folder):
+        return replace(config, family="k2-thinking")
+    return config
+
+
+def _names_thinking(folder: Path) -> bool:
+    """Whether the chat template or the special tokens know <think>: K2-Thinking's mark.
+
+    K2 and K2-Thinking share a model_type, and either may be quantised anew by others, so their
+    dialogues tell them apart, by the rule of tokenizer.chat.
+    """
+    template = folder / TEMPLATE_FILE
+    if template.exists() and "<think>" in read_text(folder, TEMPLATE_FILE, ConfigError):
+        return True
+    if not (folder / TOKENIZER_FILE).exists():
+        return False
+    data = read_json(folder, TOKENIZER_FILE, ConfigError)
+    tokens = data.get("added_tokens_decoder")
+    entries = tokens.values() if isinstance(tokens, dict) else ()
+    named = any(isinstance(one, dict) and one.get("content") == "<think>" for one in entries)
+    return named or "<think>" in str(data.get("chat_template"))
 
 
 def parse_model_config(
@@ -61,6 +85,12 @@ def _read_deepseek_v3(top: Section, extra_stops: tuple[int, ...]) -> ModelConfig
     return _read_text(top, top, "deepseek-v3", extra_stops)
 
 
+def _read_kimi_k2(top: Section, extra_stops: tuple[int, ...]) -> ModelConfig:
+    """K2-Instruct, K2-0905 and K2-Thinking: DeepSeek-V3's object under another model_type."""
+    top.must_be("architectures", ["DeepseekV3ForCausalLM"])
+    return _read_text(top, top, "k2", extra_stops)
+
+
 def _read_kimi_k25(top: Section, extra_stops: tuple[int, ...]) -> ModelConfig:
     """K2.5 and K2.6: the language model under `text_config`, vision beside it."""
     top.must_be(
@@ -73,9 +103,10 @@ def _read_kimi_k25(top: Section, extra_stops: tuple[int, ...]) -> ModelConfig:
 
 FAMILIES: dict[str, Callable[[Section, tuple[int, ...]], ModelConfig]] = {
     "deepseek_v3": _read_deepseek_v3,
+    "kimi_k2": _read_kimi_k2,
     "kimi_k25": _read_kimi_k25,
 }
-"""model_type -> reader; the seam for K2, K2-Thinking and FP8 folders."""
+"""model_type -> reader."""
 
 
 def _read_text(

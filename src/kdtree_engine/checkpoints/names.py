@@ -10,8 +10,17 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kdtree_engine.checkpoints.quantization import PACKED, SCALE, SHAPE, WEIGHT
+from kdtree_engine.checkpoints.quantization import (
+    FP8,
+    INT4,
+    PACKED,
+    SCALE,
+    SCALE_INV,
+    SHAPE,
+    WEIGHT,
+)
 from kdtree_engine.config import DrafterConfig, ModelConfig
+from kdtree_engine.kernels.fp8 import blocks_of
 from kdtree_engine.kernels.int4 import GROUP, NIBBLES
 
 FLOATS = ("BF16", "F16", "F32")
@@ -75,10 +84,33 @@ def int4_form(module: str, shape: tuple[int, int]) -> dict[str, TensorSpec]:
     }
 
 
+def fp8_form(module: str, shape: tuple[int, int]) -> dict[str, TensorSpec]:
+    """The two tensors of an FP8 module."""
+    return {
+        module + WEIGHT: TensorSpec(shape, ("F8_E4M3",)),
+        module + SCALE_INV: TensorSpec(blocks_of(*shape), ("F32",)),
+    }
+
+
+FORMS = {INT4: int4_form, FP8: fp8_form}
+"""Quantised form -> the tensors of a module in it."""
+
+
+def projection_of(name: str) -> str | None:
+    """The module whose weight `name` is, if it is one that FP8 checkpoints quantise, else None.
+
+    That is every projection of attention, MLPs and experts; not the router, norms, embedding, head.
+    """
+    module = name.removesuffix(WEIGHT)
+    last = module.rpartition(".")[2]
+    return module if module != name and last.endswith(("_proj", "_proj_with_mqa")) else None
+
+
 def expected_tensors(config: ModelConfig, experts: bool = True) -> dict[str, TensorSpec]:
     """Canonical name -> spec of every tensor of the language model, lm_head only if it is untied.
 
-    Routed experts are all in the form that the config declares; `experts=False` leaves them out.
+    All unquantised but routed experts, which are in the form that the config declares;
+    `experts=False` leaves them out.
     """
     specs = {
         "model.embed_tokens.weight": TensorSpec((config.vocab_size, config.hidden_size)),
@@ -90,7 +122,7 @@ def expected_tensors(config: ModelConfig, experts: bool = True) -> dict[str, Ten
         prefix = f"model.layers.{layer}."
         specs.update((prefix + name, spec) for name, spec in layer_tensors(config, layer).items())
     if experts:
-        form = int4_form if config.quantization == "int4" else dense_form
+        form = FORMS.get(config.quantization, dense_form)
         for module, shape in expert_modules(config):
             specs.update(form(module, shape))
     return specs
@@ -186,6 +218,37 @@ def skipped_kind(name: str, config: ModelConfig) -> str | None:
     if name == "lm_head.weight" and config.tie_word_embeddings:
         return "tied"
     return None
+
+
+PARTS = (
+    "embedding and head",
+    "attention",
+    "dense MLP",
+    "router",
+    "shared experts",
+    "routed experts",
+    "norms",
+    "skipped",
+)
+"""What `part_of` tells apart."""
+
+
+def part_of(name: str, config: ModelConfig) -> str:
+    """Which of PARTS a canonical tensor name belongs to."""
+    if skipped_kind(name, config):
+        return "skipped"
+    if name.endswith("norm.weight"):
+        return "norms"
+    for part, mark in (
+        ("attention", ".self_attn."),
+        ("routed experts", ".mlp.experts."),
+        ("shared experts", ".mlp.shared_experts."),
+        ("router", ".mlp.gate."),
+        ("dense MLP", ".mlp."),
+    ):
+        if mark in name:
+            return part
+    return "embedding and head"
 
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")

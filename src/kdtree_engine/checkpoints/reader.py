@@ -8,6 +8,8 @@ of it is opened. One exception to the latter, since it is how Hugging Face's cac
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,17 @@ class StoredTensor:
     file: str
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def elements(self) -> int:
+        """How many there are."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data; the dtype's name has the bits of one element, BOOL has 8."""
+        bits = re.search(r"\d+", self.dtype)
+        return self.elements * (int(bits[0]) if bits else 8) // 8
 
 
 def few(names: list[str], limit: int = 3) -> str:
@@ -54,15 +67,20 @@ def safe_path(folder: Path, name: str) -> Path:
     return path
 
 
-def read_json(folder: Path, name: str, kind: type[CheckpointError] | type[ConfigError]) -> Any:
-    """The object in the JSON file `folder / name`; an error of `kind` if it is absent or broken."""
+def read_text(folder: Path, name: str, kind: type[CheckpointError] | type[ConfigError]) -> str:
+    """The text in the file `folder / name`; an error of `kind` if it is absent or unreadable."""
     path = safe_path(folder, name)
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise kind(f"{path}: no such file; a model folder holds one") from error
     except (OSError, UnicodeDecodeError) as error:
         raise kind(f"{path}: cannot be read ({error})") from error
+
+
+def read_json(folder: Path, name: str, kind: type[CheckpointError] | type[ConfigError]) -> Any:
+    """The object in the JSON file `folder / name`; an error of `kind` if it is absent or broken."""
+    path, text = folder / name, read_text(folder, name, kind)
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -70,6 +88,24 @@ def read_json(folder: Path, name: str, kind: type[CheckpointError] | type[Config
     if not isinstance(data, dict):
         raise kind(f"{path}: holds a {type(data).__name__}, expected a JSON object")
     return data
+
+
+def read_weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name, as the index of `folder` says. CheckpointError if it is broken."""
+    weight_map = read_json(folder, INDEX_FILE, CheckpointError).get("weight_map")
+    path = folder / INDEX_FILE
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f'{path}: has no "weight_map" from tensor names to files')
+    if not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f'{path}: "weight_map" has a value that is not a file name')
+    return weight_map
+
+
+def missing_shards(folder: Path, weight_map: dict[str, str]) -> str:
+    """Which shards of an index are not there, for a message; "" where all are."""
+    files = sorted(set(weight_map.values()))
+    absent = [file for file in files if not safe_path(folder, file).is_file()]
+    return f"{len(absent)} of {len(files)} shards are missing: {few(absent)}" if absent else ""
 
 
 def check_folder(folder: Path) -> None:
@@ -152,21 +188,12 @@ class SafetensorsFolder:
         return header
 
     def _read_index(self) -> None:
-        weight_map = read_json(self.folder, INDEX_FILE, CheckpointError).get("weight_map")
-        path = self.folder / INDEX_FILE
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f'{path}: has no "weight_map" from tensor names to files')
-        if not all(isinstance(file, str) for file in weight_map.values()):
-            raise CheckpointError(f'{path}: "weight_map" has a value that is not a file name')
-        files = sorted(set(weight_map.values()))
-        absent = [file for file in files if not safe_path(self.folder, file).is_file()]
+        path, weight_map = self.folder / INDEX_FILE, read_weight_map(self.folder)
+        absent = missing_shards(self.folder, weight_map)
         if absent:
-            raise CheckpointError(
-                f"{self.folder}: {len(absent)} of {len(files)} shards are missing: {few(absent)}; "
-                "download them again"
-            )
+            raise CheckpointError(f"{self.folder}: {absent}; download them again")
         stored: dict[str, dict[str, StoredTensor]] = {}
-        for file in files:
+        for file in sorted(set(weight_map.values())):
             self._open(file)
             stored[file] = self._header(file)
         lost = [name for name, file in weight_map.items() if name not in stored[file]]

@@ -7,7 +7,16 @@ from typing import Any
 
 K26 = "k2.6"
 DEEPSEEK_V3 = "deepseek-v3"
-FAMILIES = (K26, DEEPSEEK_V3)
+K2 = "k2"
+K2_THINKING = "k2-thinking"
+FAMILIES = (K26, DEEPSEEK_V3, K2, K2_THINKING)
+
+FORMATS = ("bf16", "int4", "fp8")
+""""bf16": nothing is quantised; "int4": routed experts; "fp8": every projection."""
+
+PUBLISHED_FORMAT = {K26: "int4", DEEPSEEK_V3: "bf16", K2: "fp8", K2_THINKING: "int4"}
+"""What a family is written in where nothing else is asked for. DeepSeek-V3 comes in FP8, too."""
+
 ZLAB = "z-lab"
 SPECULATORS = "speculators"
 LAYOUTS = (ZLAB, SPECULATORS)
@@ -33,12 +42,12 @@ class Dims:
     num_experts: int = 8
     num_shared_experts: int = 1
     experts_per_token: int = 2
-    num_groups: int | None = None  # 1 for k2.6, 4 for deepseek-v3
-    top_groups: int | None = None  # 1 for k2.6, 2 for deepseek-v3
-    first_dense_layers: int | None = None  # 1 for k2.6, 2 for deepseek-v3
-    mtp_layers: int | None = None  # 0 for k2.6, 1 for deepseek-v3
+    num_groups: int | None = None  # 1 for the Kimi line, 4 for deepseek-v3
+    top_groups: int | None = None  # 1 for the Kimi line, 2 for deepseek-v3
+    first_dense_layers: int | None = None  # 1 for the Kimi line, 2 for deepseek-v3
+    mtp_layers: int | None = None  # 0 for the Kimi line, 1 for deepseek-v3
     rms_norm_eps: float = 1e-6  # what transformers fixes for the q_a and kv_a norms
-    rope_theta: float | None = None  # 50,000 for k2.6, 10,000 for deepseek-v3
+    rope_theta: float | None = None  # 50,000 for the Kimi line, 10,000 for deepseek-v3
     yarn_factor: float | None = 64.0  # None: plain RoPE
     yarn_original: int = 64  # positions; short, so that tests cross it
     max_positions: int = 4096
@@ -57,10 +66,17 @@ class Dims:
     sample_from_anchor: bool = False  # speculators only
 
 
-def model_template(family: str, dims: Dims) -> Json:
-    """config.json of a target; `family` is one of FAMILIES."""
+def model_template(family: str, dims: Dims, form: str | None = None) -> Json:
+    """config.json of a target: `family` one of FAMILIES, `form` one of FORMATS or None."""
     assert family in FAMILIES, family
-    return _k26(dims) if family == K26 else _deepseek_v3(dims)
+    form = form or PUBLISHED_FORMAT[family]
+    assert form in FORMATS, form
+    text = _deepseek_v3(dims) if family == DEEPSEEK_V3 else _kimi_k2(dims)
+    if family in (K2, K2_THINKING) and text["rope_scaling"] is not None:
+        text["rope_scaling"]["beta_fast"] = 1.0  # as published: a step, where others ramp
+    if form != "bf16":
+        text["quantization_config"] = INT4_SECTION if form == "int4" else FP8_SECTION
+    return _k26(dims, text) if family == K26 else text
 
 
 def generation_template(family: str, dims: Dims) -> Json:
@@ -233,18 +249,21 @@ def _deepseek_v3(dims: Dims) -> Json:
     }
 
 
-def _k26(dims: Dims) -> Json:
-    bos, eos, pad = _special_ids(dims)
-    text = _text(dims) | {
+def _kimi_k2(dims: Dims) -> Json:
+    """K2 and K2-Thinking at top level, K2.5 and K2.6 as text_config."""
+    return _text(dims) | {
         "first_k_dense_replace": _pick(dims.first_dense_layers, 1),
         "model_type": "kimi_k2",
         "n_group": _pick(dims.num_groups, 1),
         "num_nextn_predict_layers": _pick(dims.mtp_layers, 0),
-        "quantization_config": INT4_SECTION,
         "rope_theta": dims.rope_theta or 50000.0,
         "routed_scaling_factor": 2.827,
         "topk_group": _pick(dims.top_groups, 1),
     }
+
+
+def _k26(dims: Dims, text: Json) -> Json:
+    bos, eos, pad = _special_ids(dims)
     return {
         "architectures": ["KimiK25ForConditionalGeneration"],
         "bos_token_id": bos,
@@ -296,6 +315,14 @@ INT4_SECTION: Json = {
     "quantization_status": "compressed",
 }
 """`quantization_config` of K2.6: INT4 for routed experts, symmetric, groups of 32."""
+
+FP8_SECTION: Json = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+"""`quantization_config` of DeepSeek-V3 and K2: e4m3 for every projection."""
 
 VISION_HIDDEN = 32
 VISION_PATCH = 14

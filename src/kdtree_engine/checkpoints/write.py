@@ -35,12 +35,22 @@ from kdtree_engine.checkpoints.names import (
     expert_modules,
     expert_shape,
     layer_tensors,
+    projection_of,
 )
-from kdtree_engine.checkpoints.quantization import INT4, PACKED, SCALE, SHAPE, WEIGHT
+from kdtree_engine.checkpoints.quantization import (
+    FP8,
+    INT4,
+    PACKED,
+    SCALE,
+    SCALE_INV,
+    SHAPE,
+    WEIGHT,
+)
 from kdtree_engine.checkpoints.reader import INDEX_FILE, SINGLE_FILE
 from kdtree_engine.checkpoints.templates import Dims
 from kdtree_engine.config import DrafterConfig, ModelConfig
 from kdtree_engine.errors import CheckpointError, OptionError
+from kdtree_engine.kernels.fp8 import BLOCK, blocks_of, quantize
 from kdtree_engine.kernels.int4 import quantise
 
 HEADER_BYTES = 160
@@ -82,26 +92,30 @@ def make_checkpoint(
     dims: Dims | None = None,
     logit_std: float = 1.0,
     max_file_bytes: int | None = None,
+    form: str | None = None,
     layout: str = templates.ZLAB,
 ) -> None:
-    """Write a random target of `family` ("k2.6" or "deepseek-v3") into `folder`.
+    """Write a random target of `family`, one of templates.FAMILIES, into `folder`.
 
-    With `drafter` also a random DFlash drafter into `folder`/drafter, in `layout` ("z-lab", or
-    "speculators" with a head of its own and perhaps a reduced vocabulary). Weights are scaled so
+    `form` is "bf16", "int4" or "fp8"; None is what the family was published in, DeepSeek-V3 in
+    bf16. With `drafter` also a random DFlash drafter into `folder`/drafter, in `layout` ("z-lab",
+    or "speculators" with a head of its own and perhaps a reduced vocabulary). Weights are scaled so
     that activations and attention scores spread by about 1 and logits by about `logit_std` (0.01
     gives a nearly flat model, in which rounding decides between tokens). The same arguments give
-    the same bytes. OptionError for an unknown family or layout, ConfigError for sizes that do not
-    fit together.
+    the same bytes. OptionError for an unknown family, form or layout, ConfigError for sizes that do
+    not fit together.
     """
-    if family not in templates.FAMILIES:
-        known = ", ".join(templates.FAMILIES)
-        raise OptionError(f"no checkpoint family {family!r}; there are: {known}")
-    if layout not in templates.LAYOUTS:
-        known = ", ".join(templates.LAYOUTS)
-        raise OptionError(f"no drafter layout {layout!r}; there are: {known}")
+    for what, name, known in (
+        ("checkpoint family", family, templates.FAMILIES),
+        ("checkpoint format", form, (None, *templates.FORMATS)),
+        ("drafter layout", layout, templates.LAYOUTS),
+    ):
+        if name not in known:
+            there = ", ".join(filter(None, known))
+            raise OptionError(f"no {what} {name!r}; there are: {there}")
     dims = dims or Dims()
     generator = torch.Generator().manual_seed(seed)
-    data = templates.model_template(family, dims)
+    data = templates.model_template(family, dims, form)
     config = parse_model_config(data, str(Path(folder) / CONFIG_FILE))
     generation = templates.generation_template(family, dims)
     tensors = random_tensors(config, generator, logit_std)
@@ -143,7 +157,7 @@ def random_tensors(
     """Random tensors of a whole target under stored names: vision and MTP layers included."""
     tensors: dict[str, Tensor] = {}
     for name, spec in expected_tensors(config, experts=False).items():
-        tensors[name] = _draw(name, spec.shape, generator, logit_std)
+        tensors.update(_stored(name, spec.shape, config, generator, logit_std))
     for module, shape in expert_modules(config):
         tensors.update(_expert(module, shape, config, generator))
     for layer in range(config.num_layers, config.num_layers + config.num_mtp_layers):
@@ -171,11 +185,40 @@ def _draw(
     return values.to(torch.bfloat16)
 
 
+def _stored(
+    name: str,
+    shape: tuple[int, ...],
+    config: ModelConfig,
+    generator: torch.Generator,
+    logit_std: float = 1.0,
+) -> dict[str, Tensor]:
+    """One random tensor besides routed experts, in FP8 where the config declares it."""
+    weight = _draw(name, shape, generator, logit_std)
+    module = projection_of(name)
+    if config.quantization != FP8 or module is None:
+        return {name: weight}
+    return _in_blocks(module, weight.float(), generator)
+
+
+def _in_blocks(module: str, weight: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """`weight` [out, in] as FP8, its blocks' scales spread, so that a wrong block shows.
+
+    Each block is multiplied by some value between a half and 2.
+    """
+    rows, columns = weight.shape
+    factors = 2.0 ** (2.0 * torch.rand(blocks_of(rows, columns), generator=generator) - 1.0)
+    by_row = factors.repeat_interleave(BLOCK, dim=0)[:rows]
+    values, scales = quantize(weight * by_row.repeat_interleave(BLOCK, dim=1)[:, :columns])
+    return {module + WEIGHT: values, module + SCALE_INV: scales}
+
+
 def _expert(
     module: str, shape: tuple[int, int], config: ModelConfig, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """One projection of a routed expert, in the form that the config declares."""
     weight = torch.randn(shape, generator=generator) * shape[1] ** -0.5
+    if config.quantization == FP8:
+        return _in_blocks(module, weight, generator)
     if config.quantization != INT4:
         return {module + WEIGHT: weight.to(torch.bfloat16)}
     packed, scale = quantise(weight)
@@ -196,13 +239,15 @@ def _mtp_layer(layer: int, config: ModelConfig, generator: torch.Generator) -> d
     }
     shapes.update((name, spec.shape) for name, spec in layer_tensors(config, layer).items())
     prefix = f"model.layers.{layer}."
-    tensors = {prefix + name: _draw(name, shape, generator) for name, shape in shapes.items()}
+    tensors: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        tensors.update(_stored(prefix + name, shape, config, generator))
     if config.is_moe_layer(layer):
         for expert in range(config.num_experts):
             for projection in PROJECTIONS:
                 module = expert_module(layer, expert, projection)
-                shape = expert_shape(config, projection)
-                tensors.update(_expert(module, shape, config, generator))
+                size = expert_shape(config, projection)
+                tensors.update(_expert(module, size, config, generator))
     return tensors
 
 

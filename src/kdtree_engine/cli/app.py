@@ -15,6 +15,7 @@ from kdtree_engine import log
 from kdtree_engine.cli.bench import bench
 from kdtree_engine.cli.chat import chat
 from kdtree_engine.cli.generate import generate
+from kdtree_engine.cli.inspect import inspect
 from kdtree_engine.cli.make_checkpoint import make_checkpoint
 from kdtree_engine.cli.train_drafter import train_drafter
 from kdtree_engine.errors import KDTreeError, OptionError
@@ -41,6 +42,7 @@ app = App(
 )
 app.command(generate)
 app.command(chat)
+app.command(inspect)
 app.command(bench)
 app.command(make_checkpoint)
 app.command(train_drafter)

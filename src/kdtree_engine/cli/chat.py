@@ -46,7 +46,7 @@ def chat(model: str | None = None, /, *, options: ChatOptions | None = None) -> 
     Parameters
     ----------
     model
-        A model folder; the packaged model without it.
+        A model folder or a downloaded ORG/NAME; the packaged model without it.
     """
     options = options or ChatOptions()
     screen = open_screen()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol, TypeVar
 from cyclopts import Group, Parameter
 
 from kdtree_engine.cli.options import (
+    OUTPUT,
     SAMPLING,
     EngineOptions,
     SamplingOptions,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from kdtree_engine.engine.sampling_params import SamplingParams
 
 
-PROMPT, OUTPUT = Group("Prompt", sort_key=0), Group("Output", sort_key=3)
+PROMPT = Group("Prompt", sort_key=0)
 
 
 @Parameter(name="*")
@@ -65,7 +66,7 @@ def generate(model: str | None = None, /, *, options: GenerateOptions | None = N
     Parameters
     ----------
     model
-        A model folder; the packaged model without it.
+        A model folder or a downloaded ORG/NAME; the packaged model without it.
     """
     options = options or GenerateOptions()
     prompt = read_prompt(options)

@@ -16,7 +16,17 @@ def make_checkpoint(
     out: str,
     /,
     *,
-    family: Annotated[str, Parameter(help="k2.6 or deepseek-v3.", metavar="NAME")] = "k2.6",
+    family: Annotated[
+        str, Parameter(help="k2.6, k2-thinking, k2 or deepseek-v3.", metavar="NAME")
+    ] = "k2.6",
+    format: Annotated[
+        str | None,
+        Parameter(
+            help="bf16, int4 (routed experts) or fp8 (projections); the family's own without it.",
+            metavar="NAME",
+            show_default=False,
+        ),
+    ] = None,
     drafter: Annotated[
         bool,
         Parameter(help="Also a DFlash drafter, in OUT/drafter.", negative=(), show_default=False),
@@ -44,6 +54,6 @@ def make_checkpoint(
         raise OptionError(f"--layout is {layout!r}, but no drafter is written without --drafter")
     from kdtree_engine.checkpoints import write
 
-    write.make_checkpoint(out, family, seed, drafter, layout=layout)
+    write.make_checkpoint(out, family, seed, drafter, form=format, layout=layout)
     made = f"a random {family} checkpoint" + (" and its drafter" if drafter else "")
     print(f"kdtree: wrote {made} to {out}", file=sys.stderr)

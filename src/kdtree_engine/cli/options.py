@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kdtree_engine.engine.sampling_params import SamplingParams
 
 SAMPLING, ENGINE = Group("Sampling", sort_key=1), Group("Engine", sort_key=2)
+OUTPUT = Group("Output", sort_key=3)
 
 
 def option(group: Group, text: str, metavar: str) -> Parameter:
@@ -103,7 +104,7 @@ class EngineOptions:
     """How the model is loaded and run; the engine checks the values."""
 
     drafter: Annotated[
-        str, option(ENGINE, "auto, none, ngram, random, or a drafter's folder.", "X")
+        str, option(ENGINE, "auto, none, ngram, random, or a drafter's folder or ORG/NAME.", "X")
     ] = "auto"
     tree_nodes: Annotated[
         str, option(ENGINE, "Draft nodes per step (0 to 63), or chain:N.", "N")

@@ -75,13 +75,14 @@ def train_drafter(
     Parameters
     ----------
     model
-        The target's folder.
+        The target's folder, or its name in Hugging Face's cache (ORG/NAME).
     """
     from kdtree_engine import training
+    from kdtree_engine.checkpoints import find_folder
 
     set_threads()
     report = training.train_drafter(
-        Path(model),
+        find_folder(model),
         [Path(name) for name in data],
         Path(out),
         training.TrainOptions(**asdict(options or TrainArguments())),

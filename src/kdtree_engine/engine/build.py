@@ -12,7 +12,13 @@ from pathlib import Path
 import torch
 
 from kdtree_engine.cache import CacheLayout, allocate_pool, pages_for
-from kdtree_engine.checkpoints import ModelCheckpoint, check_drafter, open_drafter, open_model
+from kdtree_engine.checkpoints import (
+    ModelCheckpoint,
+    check_drafter,
+    find_folder,
+    open_drafter,
+    open_model,
+)
 from kdtree_engine.checkpoints.model_config import CONFIG_FILE
 from kdtree_engine.checkpoints.reader import read_json
 from kdtree_engine.checkpoints.revision import revision_warning
@@ -179,7 +185,7 @@ def _drafter_folder(model: Path, drafter: DrafterChoice) -> Path | None:
         return own / "drafter" if model.resolve() == (own / "target").resolve() else None
     if drafter in ("none", "ngram", "random"):
         return None
-    folder = Path(drafter)
+    folder = find_folder(drafter)
     if not folder.is_dir():
         raise OptionError(
             f"drafter {str(drafter)!r} is neither a folder nor one of auto, none, ngram, random"

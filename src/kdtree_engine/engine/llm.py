@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from numbers import Integral
 from os import PathLike
-from pathlib import Path
 from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kdtree_engine.checkpoints import find_folder
 from kdtree_engine.config import EngineConfig
 from kdtree_engine.engine.build import (
     DrafterChoice,
@@ -48,8 +48,9 @@ Prompt = str | Sequence[int]
 class LLM:
     """A loaded model with its drafter.
 
-    model: a checkpoint folder; None is the packaged model. drafter: "auto" (the packaged drafter
-    for the packaged model, else n-gram), "none", "ngram", "random", or a folder. device: "auto",
+    model: a checkpoint folder, or the name of a download in Hugging Face's cache (ORG/NAME, or
+    ORG/NAME@REVISION); None is the packaged model. drafter: "auto" (the packaged drafter for the
+    packaged model, else n-gram), "none", "ngram", "random", or a folder or name. device: "auto",
     "cpu", "cuda". dtype: "auto", "float32", "bfloat16". tree_nodes: draft nodes a step, 0 to 63, or
     "chain:N". prefill_chunk: prompt tokens of a request in one step. cache_pages: pages of 64
     tokens, None for as many as `max_requests` full-length requests need. eager: on CUDA, launch
@@ -82,7 +83,7 @@ class LLM:
         config = EngineConfig(
             policy.nodes, policy.chain, prefill_chunk, cache_pages or 0, max_requests, bool(eager)
         )
-        folder = packaged_model() / "target" if model is None else Path(model)
+        folder = packaged_model() / "target" if model is None else find_folder(model)
         place = resolve_device(device)
         self.tokenizer = open_tokenizer(folder)
         self.engine, self.notes = build_engine(

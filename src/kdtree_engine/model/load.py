@@ -8,6 +8,7 @@ from torch import Tensor
 from kdtree_engine.checkpoints import ModelCheckpoint
 from kdtree_engine.config import ModelConfig
 from kdtree_engine.kernels.experts import ExpertWeights, pack_experts
+from kdtree_engine.kernels.fp8 import Fp8Tensor
 from kdtree_engine.kernels.linear import DenseWeight, pack_columns, pack_weight
 from kdtree_engine.kernels.rope import rope_table
 from kdtree_engine.kernels.router import RouterSettings
@@ -27,8 +28,9 @@ def load_target(
     """The network with its weights in `dtype` on `device`, laid out for kernels (by default on
     CUDA) or for the reference, which training needs.
 
-    Quantised experts become bf16(q * scale), the checkpoint's reference value, before `dtype`. The
-    router stays float32. Memory: the network itself and one tensor in flight.
+    INT4 experts become bf16(q * scale), the checkpoint's reference value, before `dtype`; FP8
+    weights q * scale in `dtype`. The router stays float32. Memory: the network itself and one
+    tensor in flight.
     """
     return _Builder(
         checkpoint, dtype, device, device.type == "cuda" if kernels is None else kernels
@@ -62,7 +64,7 @@ class _Builder:
             self.tensor("model.embed_tokens.weight"),
             tuple(layers),
             self.norm("model.norm.weight"),
-            self.columns(head),
+            self.pack(self.raw(head)),
             rope_table(
                 config.rope, config.rope_dim, config.max_positions, self.device, interleaved=True
             ),
@@ -81,28 +83,25 @@ class _Builder:
     def attention(self, prefix: str) -> LatentAttention:
         config = self.config
         low_rank = config.q_lora_rank is not None
-        first = self.raw(prefix + ("q_a_proj.weight" if low_rank else "q_proj.weight"))
-        latent = self.raw(prefix + "kv_a_proj_with_mqa.weight")
-        up = self.tensor(prefix + "kv_b_proj.weight").view(
-            config.num_heads, config.nope_dim + config.v_dim, config.kv_lora_rank
-        )
+        first = prefix + ("q_a_proj" if low_rank else "q_proj")
+        up = self.dense(prefix + "kv_b_proj").to(self.device, self.dtype)
+        up = up.view(config.num_heads, config.nope_dim + config.v_dim, config.kv_lora_rank)
         key_up, value_up = torch.split(up, [config.nope_dim, config.v_dim], 1)
         return LatentAttention(
-            self.pack(torch.cat((first, latent))),
+            self.projection(first, prefix + "kv_a_proj_with_mqa"),
             self.norm(prefix + "q_a_layernorm.weight") if low_rank else None,
-            self.columns(prefix + "q_b_proj.weight") if low_rank else None,
+            self.projection(prefix + "q_b_proj") if low_rank else None,
             self.norm(prefix + "kv_a_layernorm.weight"),
             *self.per_head(key_up, value_up),
-            self.columns(prefix + "o_proj.weight"),
+            self.projection(prefix + "o_proj"),
             config.rope_dim,
             config.softmax_scale,
         )
 
     def mlp(self, prefix: str) -> GatedMLP:
-        gate_up = torch.cat([self.raw(f"{prefix}{name}_proj.weight") for name in ("gate", "up")])
         return GatedMLP(
-            self.pack(gate_up),
-            self.columns(prefix + "down_proj.weight"),
+            self.projection(prefix + "gate_proj", prefix + "up_proj"),
+            self.projection(prefix + "down_proj"),
         )
 
     def experts(self, index: int, prefix: str) -> MixtureOfExperts | PackedMixture:
@@ -130,8 +129,8 @@ class _Builder:
         down = torch.empty(config.num_experts, inner, hidden, dtype=self.dtype, device=self.device)
         source = self.checkpoint.experts(index)
         for expert in range(config.num_experts):
-            gate_up[expert] = source.gate_up(expert).T
-            down[expert] = source.down(expert).T
+            gate_up[expert] = source.gate_up(expert, self.dtype).T
+            down[expert] = source.down(expert, self.dtype).T
         return ExpertWeights(gate_up, down)
 
     def packed_experts(
@@ -141,8 +140,8 @@ class _Builder:
         shared_down, columns = None, [self.raw(prefix + "gate.weight")]
         if self.config.num_shared_experts:
             own = prefix + "shared_experts."
-            shared_down = self.raw(own + "down_proj.weight")
-            columns += [self.raw(f"{own}{name}_proj.weight") for name in ("gate", "up")]
+            shared_down = self.dense(own + "down_proj")
+            columns += [self.dense(f"{own}{name}_proj") for name in ("gate", "up")]
         exact = torch.equal(columns[0].to(self.dtype).float(), columns[0].float())
         dtype = self.dtype if exact else torch.float32
         gate = torch.cat([weight.to(dtype) for weight in columns])
@@ -152,7 +151,11 @@ class _Builder:
             bias,
             settings,
             pack_experts(
-                source.pairs(), self.config.num_experts, shared_down, self.dtype, self.device
+                source.pairs(self.dtype),
+                self.config.num_experts,
+                shared_down,
+                self.dtype,
+                self.device,
             ),
             0 if shared_down is None else shared_down.shape[1],
             dtype,
@@ -164,8 +167,17 @@ class _Builder:
     def tensor(self, name: str) -> Tensor:
         return self.raw(name).to(self.device, self.dtype)
 
-    def columns(self, name: str) -> DenseWeight:
-        return self.pack(self.raw(name))
+    def dense(self, module: str) -> Tensor:
+        """A module's weight as stored, or its values in `dtype` where that is FP8."""
+        weight = self.checkpoint.weight(module)
+        return weight.dequantize(self.dtype) if isinstance(weight, Fp8Tensor) else weight
+
+    def projection(self, *modules: str) -> DenseWeight:
+        """One product for modules of the same input, their outputs side by side.
+
+        FP8 blocks count from each module's own first row, so they are dequantised apart.
+        """
+        return self.pack(torch.cat([self.dense(module) for module in modules]))
 
     def pack(self, weight: Tensor) -> DenseWeight:
         return pack_weight(weight, self.dtype, self.device, self.kernels)

@@ -148,6 +148,10 @@ class RandomCheckpoint(ModelCheckpoint):
         values.normal_(0.0, spread, generator=self.random(name))
         return values[rows or slice(None), columns or slice(None)]
 
+    def weight(self, module: str) -> Tensor:
+        """bfloat16 [out, in]."""
+        return self.tensor(f"{module}.weight")
+
     def experts(self, layer: int) -> RandomExperts:
         """The routed experts of a layer."""
         return RandomExperts(self, layer)
@@ -176,8 +180,8 @@ class RandomExperts(ExpertTensors):
         """As the config declares."""
         return "int4" if self._source.config.quantization == "int4" else "dense"
 
-    def weight(self, expert: int, projection: str) -> Tensor:
-        """bfloat16 [out, in]."""
+    def weight(self, expert: int, projection: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """bfloat16 [out, in]; there is no FP8 to become `dtype`."""
         if self.form(expert, projection) == "int4":
             return dequantise(self._int4(expert, projection, own=True))
         shape = expert_shape(self._source.config, projection)
