@@ -8,7 +8,8 @@ from torch import Tensor
 from kdtree_engine.checkpoints import ModelCheckpoint
 from kdtree_engine.config import ModelConfig
 from kdtree_engine.kernels.experts import ExpertWeights, pack_experts
-from kdtree_engine.kernels.linear import DenseWeight, pack_columns, pack_weight
+from kdtree_engine.kernels.fp8.words import dense
+from kdtree_engine.kernels.linear import DenseWeight, Parts, Weight, pack_columns, pack_weight
 from kdtree_engine.kernels.rope import rope_table
 from kdtree_engine.kernels.router import RouterSettings
 from kdtree_engine.log import progress
@@ -27,8 +28,9 @@ def load_target(
     """The network with its weights in `dtype` on `device`, laid out for kernels (by default on
     CUDA) or for the reference, which training needs.
 
-    Quantised experts become bf16(q * scale), the checkpoint's reference value, before `dtype`. The
-    router stays float32. Memory: the network itself and one tensor in flight.
+    INT4 experts become bf16(q * scale), the checkpoint's reference value, before `dtype`; FP8
+    weights q * scale in `dtype`. Kernels do so themselves: experts and most FP8 weights stay as
+    stored. The router stays float32. Memory: the network itself and one tensor in flight.
     """
     return _Builder(
         checkpoint, dtype, device, device.type == "cuda" if kernels is None else kernels
@@ -88,7 +90,7 @@ class _Builder:
         )
         key_up, value_up = torch.split(up, [config.nope_dim, config.v_dim], 1)
         return LatentAttention(
-            self.pack(torch.cat((first, latent))),
+            self.pack((first, latent)),
             self.norm(prefix + "q_a_layernorm.weight") if low_rank else None,
             self.columns(prefix + "q_b_proj.weight") if low_rank else None,
             self.norm(prefix + "kv_a_layernorm.weight"),
@@ -99,7 +101,7 @@ class _Builder:
         )
 
     def mlp(self, prefix: str) -> GatedMLP:
-        gate_up = torch.cat([self.raw(f"{prefix}{name}_proj.weight") for name in ("gate", "up")])
+        gate_up = [self.raw(f"{prefix}{name}_proj.weight") for name in ("gate", "up")]
         return GatedMLP(
             self.pack(gate_up),
             self.columns(prefix + "down_proj.weight"),
@@ -114,10 +116,13 @@ class _Builder:
             config.norm_topk_prob,
             config.routed_scaling_factor,
         )
-        bias = self.raw(prefix + "gate.e_score_correction_bias").to(self.device, torch.float32)
+        stored = self.checkpoint.tensor(prefix + "gate.e_score_correction_bias")
+        bias = stored.to(self.device, torch.float32)
         if self.kernels:
             return self.packed_experts(index, prefix, bias, settings)
-        gate = pack_columns(self.raw(prefix + "gate.weight"), torch.float32, self.device)
+        gate = pack_columns(
+            self.checkpoint.tensor(prefix + "gate.weight"), torch.float32, self.device
+        )
         shared = self.mlp(prefix + "shared_experts.") if config.num_shared_experts else None
         return MixtureOfExperts(gate, bias, settings, self.dense_experts(index), shared)
 
@@ -137,18 +142,22 @@ class _Builder:
     def packed_experts(
         self, index: int, prefix: str, bias: Tensor, settings: RouterSettings
     ) -> PackedMixture:
-        """The router and the shared expert's first product as one weight, experts as stored."""
-        shared_down, columns = None, [self.raw(prefix + "gate.weight")]
+        """The router and the shared expert's first product as one dense weight, experts as stored.
+
+        The shared expert's second product is dense too, where its experts need not be.
+        """
+        router = self.checkpoint.tensor(prefix + "gate.weight")
+        columns: list[Weight] = [router]
+        shared_down = None
         if self.config.num_shared_experts:
             own = prefix + "shared_experts."
             shared_down = self.raw(own + "down_proj.weight")
             columns += [self.raw(f"{own}{name}_proj.weight") for name in ("gate", "up")]
-        exact = torch.equal(columns[0].to(self.dtype).float(), columns[0].float())
+        exact = torch.equal(router.to(self.dtype).float(), router.float())
         dtype = self.dtype if exact else torch.float32
-        gate = torch.cat([weight.to(dtype) for weight in columns])
         source = self.checkpoint.experts(index)
         return PackedMixture(
-            pack_weight(gate, dtype, self.device, kernels=True),
+            pack_weight(columns, dtype, self.device, kernels=True),
             bias,
             settings,
             pack_experts(
@@ -158,16 +167,16 @@ class _Builder:
             dtype,
         )
 
-    def raw(self, name: str) -> Tensor:
+    def raw(self, name: str) -> Weight:
         return self.checkpoint.tensor(name)
 
     def tensor(self, name: str) -> Tensor:
-        return self.raw(name).to(self.device, self.dtype)
+        return dense(self.raw(name), self.dtype, self.device)
 
     def columns(self, name: str) -> DenseWeight:
         return self.pack(self.raw(name))
 
-    def pack(self, weight: Tensor) -> DenseWeight:
+    def pack(self, weight: Parts) -> DenseWeight:
         return pack_weight(weight, self.dtype, self.device, self.kernels)
 
     def per_head(self, key_up: Tensor, value_up: Tensor) -> tuple[Tensor, Tensor]:
