@@ -6,14 +6,20 @@ bits are compared on whole numbers, whose sums are exact.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
+from checkpoint_tools import CheckpointMaker
 from torch import Tensor
 
 pytest.importorskip("triton")
 
+from kdtree_engine.checkpoints import ModelCheckpoint, open_model
+from kdtree_engine.checkpoints.load import ExpertTensors
+from kdtree_engine.checkpoints.names import PROJECTIONS
+from kdtree_engine.checkpoints.templates import Dims
 from kdtree_engine.kernels import linear
 from kdtree_engine.kernels.experts import (
     DownTuning,
@@ -28,7 +34,13 @@ from kdtree_engine.kernels.experts import (
 )
 from kdtree_engine.kernels.experts.packing import unpack_expert
 from kdtree_engine.kernels.fp8 import Fp8Tensor, blocks_of, quantize
-from kdtree_engine.kernels.fp8.words import RANDOM_SPREAD, random_words, values_of, words_of
+from kdtree_engine.kernels.fp8.words import (
+    RANDOM_SPREAD,
+    joined,
+    random_words,
+    values_of,
+    words_of,
+)
 from kdtree_engine.kernels.linear import (
     PackedLinear,
     Tiles,
@@ -38,6 +50,8 @@ from kdtree_engine.kernels.linear import (
     random_linear,
 )
 from kdtree_engine.kernels.router import Routing, group_choices
+from kdtree_engine.model import load_target
+from kdtree_engine.model.moe import PackedMixture
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs interpreted")
 
@@ -178,6 +192,61 @@ def test_linear_is_that_of_the_dense_weight(columns: int, depth: int) -> None:
     close = run_linear(x, pack_linear(uneven_weight, torch.float32, CPU), NARROW)
     exact = x.double() @ uneven_weight.dequantize(torch.float32).double().T
     assert (close - exact).norm() < 1e-6 * exact.norm()
+
+
+class InFp8(ModelCheckpoint):
+    """A dense checkpoint whose linear modules, routed experts among them, were made FP8."""
+
+    def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        found = super().tensor(name, rows, columns)
+        return quantize(found) if name.endswith("_proj.weight") or "_mqa." in name else found  # type: ignore[return-value]
+
+    def experts(self, layer: int) -> ExpertTensors:
+        return ExpertsInFp8(self, layer)
+
+
+class ExpertsInFp8(ExpertTensors):
+    def weight(self, expert: int, projection: str) -> Tensor:
+        return self._fp8(expert, projection).dequantize(torch.bfloat16)
+
+    def pairs(self) -> Iterator[tuple[Fp8Tensor, Fp8Tensor]]:  # type: ignore[override]
+        for expert in range(self.count):
+            gate, up, down = (self._fp8(expert, name) for name in PROJECTIONS)
+            yield joined(gate, up), down
+
+    def _fp8(self, expert: int, projection: str) -> Fp8Tensor:
+        return self._checkpoint.tensor(f"{self._module(expert, projection)}.weight")  # type: ignore[return-value]
+
+
+def test_a_target_keeps_fp8_weights_for_kernels(checkpoint: CheckpointMaker) -> None:
+    folder = checkpoint("deepseek-v3", dims=Dims(q_lora_rank=64, moe_intermediate_size=128))
+    opened = open_model(folder)
+    source = InFp8(folder, opened.config, opened._files)
+    target = load_target(source, torch.bfloat16, CPU, kernels=True)
+    dense = load_target(source, torch.bfloat16, CPU, kernels=False)
+    for own, other in zip(target.layers, dense.layers, strict=True):
+        for name in ("query_and_latent", "query_up", "output"):
+            weight, wanted = getattr(own.attention, name), getattr(other.attention, name)
+            assert weight.scales is not None and torch.equal(weight.matrix(), wanted.matrix())
+        assert torch.equal(own.attention.key_up, other.attention.key_up)
+        if isinstance(own.mlp, PackedMixture):
+            experts = other.mlp.experts
+            for index in (0, opened.config.num_experts - 1):
+                up = unpack_expert(own.mlp.experts.up, index, True)
+                down = unpack_expert(own.mlp.experts.down, index, False)
+                assert own.mlp.experts.up.planes == own.mlp.experts.down.planes == 2
+                assert torch.equal(up, experts.gate_up[index].T)
+                assert torch.equal(down, experts.down[index].T)
+            assert own.mlp.gate.scales is None
+    assert isinstance(target.layers[-1].mlp, PackedMixture)
+
+
+def test_joined_weights_keep_their_blocks() -> None:
+    first, second = uneven(128, 200, 1), uneven(70, 200, 2)
+    values = [part.dequantize(torch.float32) for part in (first, second)]
+    assert torch.equal(joined(first, second).dequantize(torch.float32), torch.cat(values))
+    with pytest.raises(AssertionError, match="70 rows above"):
+        joined(second, first)
 
 
 def routing_of(chosen: Tensor, experts: int, tokens: int = 8) -> Routing:

@@ -8,7 +8,7 @@ from torch import Tensor
 from kdtree_engine.checkpoints import ModelCheckpoint
 from kdtree_engine.config import ModelConfig
 from kdtree_engine.kernels.experts import ExpertWeights, pack_experts
-from kdtree_engine.kernels.fp8.words import dense
+from kdtree_engine.kernels.fp8 import Fp8Tensor
 from kdtree_engine.kernels.linear import DenseWeight, Parts, Weight, pack_columns, pack_weight
 from kdtree_engine.kernels.rope import rope_table
 from kdtree_engine.kernels.router import RouterSettings
@@ -147,12 +147,11 @@ class _Builder:
         The shared expert's second product is dense too, where its experts need not be.
         """
         router = self.checkpoint.tensor(prefix + "gate.weight")
-        columns: list[Weight] = [router]
-        shared_down = None
+        shared_down, columns = None, [router]
         if self.config.num_shared_experts:
             own = prefix + "shared_experts."
-            shared_down = self.raw(own + "down_proj.weight")
-            columns += [self.raw(f"{own}{name}_proj.weight") for name in ("gate", "up")]
+            shared_down = self.values(own + "down_proj.weight")
+            columns += [self.values(f"{own}{name}_proj.weight") for name in ("gate", "up")]
         exact = torch.equal(router.to(self.dtype).float(), router.float())
         dtype = self.dtype if exact else torch.float32
         source = self.checkpoint.experts(index)
@@ -170,8 +169,13 @@ class _Builder:
     def raw(self, name: str) -> Weight:
         return self.checkpoint.tensor(name)
 
+    def values(self, name: str) -> Tensor:
+        """A weight as stored, or its values in `dtype` where that is FP8."""
+        weight = self.raw(name)
+        return weight.dequantize(self.dtype) if isinstance(weight, Fp8Tensor) else weight
+
     def tensor(self, name: str) -> Tensor:
-        return dense(self.raw(name), self.dtype, self.device)
+        return self.values(name).to(self.device, self.dtype)
 
     def columns(self, name: str) -> DenseWeight:
         return self.pack(self.raw(name))

@@ -112,7 +112,7 @@ def pack_experts(
 
     All are Int4Tensors, all Fp8Tensors or all dense [out, in] tensors; dense ones and the shared
     expert's down [H, Is] become `dtype`, the activations'. Blocks of an FP8 gate over up count from
-    the gate's first row; I is a multiple of 8 then. Extra memory: one expert in flight.
+    the gate's first row (`joined`); I is a multiple of 8 then. Extra memory: one expert in flight.
     """
     up = down = None
     index = -1

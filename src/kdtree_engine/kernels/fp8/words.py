@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kdtree_engine.kernels.fp8 import Fp8Tensor
+from kdtree_engine.kernels.fp8 import BLOCK, Fp8Tensor
 
 PLANE = 32
 """Inputs of a plane: a word's low byte is an input of one plane, its high byte of the next."""
@@ -20,6 +20,14 @@ RANDOM_SPREAD = 68.5
 def on_device(weight: Fp8Tensor, device: torch.device | str) -> Fp8Tensor:
     """The same weight on `device`."""
     return Fp8Tensor(weight.values.to(device), weight.scales.to(device))
+
+
+def joined(first: Fp8Tensor, second: Fp8Tensor) -> Fp8Tensor:
+    """`second` below `first`, whose rows fill its blocks."""
+    assert first.shape[0] % BLOCK == 0, f"{first.shape[0]} rows above another weight"
+    bytes_ = torch.cat([part.values.view(torch.uint8) for part in (first, second)])
+    scales = torch.cat((first.scales, second.scales))
+    return Fp8Tensor(bytes_.view(torch.float8_e4m3fn), scales)
 
 
 def dense(weight: Tensor | Fp8Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
