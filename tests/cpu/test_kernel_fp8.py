@@ -206,10 +206,12 @@ class InFp8(ModelCheckpoint):
 
 
 class ExpertsInFp8(ExpertTensors):
-    def weight(self, expert: int, projection: str) -> Tensor:
-        return self._fp8(expert, projection).dequantize(torch.bfloat16)
+    def weight(self, expert: int, projection: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return self._fp8(expert, projection).dequantize(dtype)
 
-    def pairs(self) -> Iterator[tuple[Fp8Tensor, Fp8Tensor]]:  # type: ignore[override]
+    def pairs(  # type: ignore[override]
+        self, dtype: torch.dtype = torch.bfloat16
+    ) -> Iterator[tuple[Fp8Tensor, Fp8Tensor]]:
         for expert in range(self.count):
             gate, up, down = (self._fp8(expert, name) for name in PROJECTIONS)
             yield joined(gate, up), down
