@@ -251,6 +251,16 @@ def test_joined_weights_keep_their_blocks() -> None:
         joined(second, first)
 
 
+def test_two_tiles_of_one_program_have_scales_of_their_own() -> None:
+    """The first part has one tile, so the second's blocks begin in the middle of a program."""
+    parts = [whole(64, 128, 1), whole(192, 128, 2)]
+    parts[0] = Fp8Tensor(parts[0].values, torch.full((1, 1), 8.0))
+    parts[1] = Fp8Tensor(parts[1].values, torch.tensor([[1.0], [4.0]]))
+    x = torch.randint(-4, 5, (3, 128), generator=torch.Generator().manual_seed(1)).float()
+    got = run_linear(x, pack_linear(parts, torch.float32, CPU), NARROW._replace(block_n=128))
+    assert torch.equal(got, x @ torch.cat([part.dequantize(torch.float32) for part in parts]).T)
+
+
 def routing_of(chosen: Tensor, experts: int, tokens: int = 8) -> Routing:
     weights = torch.ones(chosen.shape)
     return Routing(chosen, weights, None, group_choices(chosen, experts, tokens))
