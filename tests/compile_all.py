@@ -3,8 +3,9 @@
     TRITON_INTERPRET=0 python tests/compile_all.py [90|120]
 
 Launches are recorded from the target's own forward, at K2.6's shapes (one rank of eight, three
-layers) and at the packaged model's, on tensors without memory, and from the small operators. One
-line a kernel; exit code 1 if one does not compile or takes more shared memory than a block has.
+layers) and at the packaged model's, on tensors without memory, from FP8 weights and dense experts,
+and from the small operators. One line a kernel; exit code 1 if one does not compile or takes more
+shared memory than a block has.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from kdtree_engine.engine.measure.shapes import KIMI_K26, share
 from kdtree_engine.engine.measure.weights import RandomCheckpoint
 from kdtree_engine.kernels import launch
 from kdtree_engine.kernels.dflash_attention import dflash_attention_paged
+from kdtree_engine.kernels.experts import cases as expert_cases
+from kdtree_engine.kernels.linear import cases as linear_cases
 from kdtree_engine.kernels.mla_attention import TablePlan
 from kdtree_engine.model import kimi
 from kdtree_engine.types import SpanTable, StepInputs
@@ -103,6 +106,8 @@ def launches() -> list[Launch]:
         packaged = open_model(packaged_model() / "target").config
         # random experts are made of whole blocks of 128 inputs
         forwards(replace(packaged, num_layers=2, moe_intermediate_size=128), (16,), 32)
+        linear_cases.launch_everything(META)
+        expert_cases.launch_everything(META)
         drafts()
         small_operators("meta")
 

@@ -11,7 +11,13 @@ from torch import Tensor
 from kdtree_engine.kernels import absorb, linear, value_up
 from kdtree_engine.kernels.add_norm import add_norm
 from kdtree_engine.kernels.latent_rows import write_latents
-from kdtree_engine.kernels.linear import PackedLinear, Tiles, choose_tiles, random_linear
+from kdtree_engine.kernels.linear import (
+    PackedLinear,
+    Tiles,
+    choose_tiles,
+    pack_linear,
+    random_linear,
+)
 from kdtree_engine.kernels.rope import Angles
 from ops.base import Variant
 
@@ -31,6 +37,11 @@ EPS = 1e-5
 def candidates(rows: int, weight: PackedLinear) -> list[Tiles]:
     """Launches worth timing at this many rows."""
     narrow = max(8, 1 << (rows - 1).bit_length())
+    if weight.scales is not None:
+        deep = [(64, 4), (64, 8)]
+        if weight.tiles.shape[1] % 2 == 0:
+            deep += [(128, 3), (128, 4), (128, 6)]
+        return [Tiles(64, narrow, k, warps, n, True) for k, n in deep for warps in (1, 2, 4)]
     wide = [(64, 4), (64, 2), (64, 1)] + ([(128, 4)] if weight.tiles.shape[0] % 2 == 0 else [])
     deep = [(64, 6)] + ([(128, 4)] if weight.tiles.shape[1] % 2 == 0 else [])
     found = [
@@ -43,15 +54,22 @@ def candidates(rows: int, weight: PackedLinear) -> list[Tiles]:
     return found
 
 
-def product_variants(name: str, columns: int, depth: int, rows: int) -> Iterator[Variant]:
-    """Every candidate launch of one product, each the same bits as the first."""
+def product_variants(
+    name: str, columns: int, depth: int, rows: int, quantised: bool = False
+) -> Iterator[Variant]:
+    """Every candidate launch of one product, each the same bits as the first; of FP8 weights the
+    bits of the product with the weight in bfloat16.
+    """
     device = torch.device("cuda")
     count = 4 if name == "head" else LAYERS
-    weights = [random_linear(columns, depth, BF16, device, 0.02) for _ in range(count)]
+    weights = [random_linear(columns, depth, BF16, device, 0.02, quantised) for _ in range(count)]
     x = torch.randn(rows, depth, device=device, dtype=BF16)
     chosen = choose_tiles(rows, weights[0])
-    wanted = x.double() @ weights[0].matrix().double().T
+    matrix = weights[0].matrix()
+    wanted = x.double() @ matrix.double().T
     first: list[Tensor] = []
+    if quantised:
+        first.append(linear.linear(x, pack_linear(matrix, BF16, device), torch.float32))
 
     def check(tiles: Tiles) -> Callable[[], str | None]:
         def run() -> str | None:
@@ -65,7 +83,7 @@ def product_variants(name: str, columns: int, depth: int, rows: int) -> Iterator
 
         return run
 
-    moved = columns * depth * 2
+    moved = columns * depth * (1 if quantised else 2)
     for tiles in dict.fromkeys([chosen, *candidates(rows, weights[0])]):
         yield Variant(
             f"{name} R={rows} {'chosen ' if tiles == chosen else ''}{tuple(tiles)}",

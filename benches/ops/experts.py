@@ -42,9 +42,27 @@ PARTS = 8  # of the dense product before the router
 CUDA = torch.device("cuda")
 
 
+class Model(NamedTuple):
+    """A mixture's number of experts, its routing, and how its weights are stored."""
+
+    name: str
+    experts: int
+    settings: RouterSettings
+    planes: int  # as random_packed_experts takes it
+
+    @property
+    def bytes_a_weight(self) -> float:
+        """With the scales."""
+        return 0.5625 if self.planes == 4 else 1.0078125
+
+
+K26 = Model("", EXPERTS, SETTINGS, 4)
+
+
 class Inputs(NamedTuple):
     """One row count's inputs."""
 
+    model: Model
     parts: Tensor
     bias: Tensor
     x: Tensor
@@ -52,15 +70,15 @@ class Inputs(NamedTuple):
     distinct: int
 
 
-def make_inputs(rows: int) -> Inputs:
+def make_inputs(rows: int, model: Model = K26) -> Inputs:
     """Logits of spread one, the same for a row count at every call."""
     generator = torch.Generator(CUDA).manual_seed(rows)
-    columns = EXPERTS + 2 * SHARED
+    columns = model.experts + 2 * SHARED
     parts = torch.randn(PARTS, rows, columns, device=CUDA, generator=generator)
-    bias = torch.zeros(EXPERTS, device=CUDA)
+    bias = torch.zeros(model.experts, device=CUDA)
     x = torch.randn(rows, HIDDEN, device=CUDA, generator=generator).to(BF16)
-    routing = router.route_rows(parts, bias, SETTINGS, SHARED)
-    return Inputs(parts, bias, x, routing, int(routing.experts.unique().numel()))
+    routing = router.route_rows(parts, bias, model.settings, SHARED)
+    return Inputs(model, parts, bias, x, routing, int(routing.experts.unique().numel()))
 
 
 def wanted_down(inputs: Inputs, packed: PackedExperts) -> Tensor:
@@ -121,7 +139,7 @@ def up_variants(inputs: Inputs, layers: list[PackedExperts], judge: Judge) -> It
     rows = x.shape[0]
     slots = rows * TOP_K
     chosen = up_tuning(layers[0], slots, TOKENS, x)
-    moved = inputs.distinct * 2 * INNER * HIDDEN * 0.5625
+    moved = inputs.distinct * 2 * INNER * HIDDEN * inputs.model.bytes_a_weight
     flops = 4.0 * rows * TOP_K * INNER * HIDDEN
     for how in up_ways(rows, chosen):
 
@@ -134,7 +152,7 @@ def up_variants(inputs: Inputs, layers: list[PackedExperts], judge: Judge) -> It
 
         kind = "joint" if how.joint else f"whole {how.warps} warps"
         best = "chosen " if how == chosen else ""
-        name = f"up R={rows} {best}[{how.rows} rows {kind} {how.stages} stages]"
+        name = f"{inputs.model.name}up R={rows} {best}[{how.rows} rows {kind} {how.stages} stages]"
         yield Variant(name, run, check, LAYERS, moved, flops)
 
 
@@ -147,7 +165,8 @@ def down_variants(inputs: Inputs, layers: list[PackedExperts], judge: Judge) -> 
     assert routing.shared is not None and layers[0].shared_down is not None
     weight = unpack_expert(layers[0].shared_down, 0, False).double()
     shared_judge = Judge(routing.shared.double() @ weight.T, 1e-4)
-    moved = inputs.distinct * INNER * HIDDEN * 0.5625 + 2.0 * SHARED * HIDDEN
+    moved = inputs.distinct * INNER * HIDDEN * inputs.model.bytes_a_weight
+    moved += 2.0 * SHARED * HIDDEN
     flops = 2.0 * rows * HIDDEN * (TOP_K * INNER + SHARED)
     for how in down_ways(rows, chosen):
 
@@ -164,7 +183,7 @@ def down_variants(inputs: Inputs, layers: list[PackedExperts], judge: Judge) -> 
         launch = (
             f"{how.warps} warps {how.stages} stages shared {how.shared_rows} x {how.shared_tokens}"
         )
-        name = f"down R={rows} {best}[{cut} {launch}]"
+        name = f"{inputs.model.name}down R={rows} {best}[{cut} {launch}]"
         yield Variant(name, run, check, LAYERS, moved, flops)
 
 

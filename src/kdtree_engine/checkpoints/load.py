@@ -44,7 +44,8 @@ from kdtree_engine.checkpoints.quantization import (
 from kdtree_engine.checkpoints.reader import SafetensorsFolder, StoredTensor, check_folder
 from kdtree_engine.config import ModelConfig
 from kdtree_engine.errors import CheckpointError
-from kdtree_engine.kernels.fp8 import Fp8Tensor
+from kdtree_engine.kernels.fp8 import BLOCK, Fp8Tensor
+from kdtree_engine.kernels.fp8.words import joined
 from kdtree_engine.kernels.int4 import Int4Tensor, dequantise
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -258,22 +259,29 @@ class ExpertTensors:
 
     def pairs(
         self, dtype: torch.dtype = torch.bfloat16
-    ) -> Iterator[tuple[Int4Tensor | Tensor, Int4Tensor | Tensor]]:
-        """Every expert's gate over up and its down, in turn: packed where all of them are INT4."""
-        packed = all(
-            self.form(expert, projection) == INT4
+    ) -> Iterator[tuple[Int4Tensor | Fp8Tensor | Tensor, Int4Tensor | Fp8Tensor | Tensor]]:
+        """Every expert's gate over up and its down, in turn: in the form that all of them have.
+
+        Dense values where forms differ, and where the rows of an FP8 gate do not fill its blocks.
+        """
+        forms = {
+            self.form(expert, projection)
             for expert in range(self.count)
             for projection in PROJECTIONS
-        )
+        }
+        rows, _ = expert_shape(self._checkpoint.config, "gate_proj")
         for expert in range(self.count):
-            if not packed:
+            if forms == {FP8} and rows % BLOCK == 0:
+                own = [self.stored(expert, projection) for projection in PROJECTIONS]
+                gate, up, down = (weight for weight in own if isinstance(weight, Fp8Tensor))
+                yield joined(gate, up), down
+                continue
+            if forms != {INT4}:
                 yield self.gate_up(expert, dtype), self.down(expert, dtype)
                 continue
-            gate, up, down = (
-                self._int4(expert, projection, own=False) for projection in PROJECTIONS
-            )
-            joined = (torch.cat(both) for both in zip(gate, up, strict=True))
-            yield Int4Tensor(*joined), down
+            words = [self._int4(expert, projection, own=False) for projection in PROJECTIONS]
+            both = (torch.cat(pair) for pair in zip(words[0], words[1], strict=True))
+            yield Int4Tensor(*both), words[2]
 
     def _int4(self, expert: int, projection: str, own: bool) -> Int4Tensor:
         """Packed words and scales; views of the file unless `own`."""

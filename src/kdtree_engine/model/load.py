@@ -9,7 +9,7 @@ from kdtree_engine.checkpoints import ModelCheckpoint
 from kdtree_engine.config import ModelConfig
 from kdtree_engine.kernels.experts import ExpertWeights, pack_experts
 from kdtree_engine.kernels.fp8 import Fp8Tensor
-from kdtree_engine.kernels.linear import DenseWeight, pack_columns, pack_weight
+from kdtree_engine.kernels.linear import DenseWeight, Parts, pack_columns, pack_weight
 from kdtree_engine.kernels.rope import rope_table
 from kdtree_engine.kernels.router import RouterSettings
 from kdtree_engine.log import progress
@@ -29,8 +29,8 @@ def load_target(
     CUDA) or for the reference, which training needs.
 
     INT4 experts become bf16(q * scale), the checkpoint's reference value, before `dtype`; FP8
-    weights q * scale in `dtype`. The router stays float32. Memory: the network itself and one
-    tensor in flight.
+    weights q * scale in `dtype`. Kernels do so themselves: experts and most FP8 weights stay as
+    stored. The router stays float32. Memory: the network itself and one tensor in flight.
     """
     return _Builder(
         checkpoint, dtype, device, device.type == "cuda" if kernels is None else kernels
@@ -136,7 +136,10 @@ class _Builder:
     def packed_experts(
         self, index: int, prefix: str, bias: Tensor, settings: RouterSettings
     ) -> PackedMixture:
-        """The router and the shared expert's first product as one weight, experts as stored."""
+        """The router and the shared expert's first product as one dense weight, experts as stored.
+
+        The shared expert's second product is dense too, where its experts need not be.
+        """
         shared_down, columns = None, [self.raw(prefix + "gate.weight")]
         if self.config.num_shared_experts:
             own = prefix + "shared_experts."
@@ -144,10 +147,9 @@ class _Builder:
             columns += [self.dense(f"{own}{name}_proj") for name in ("gate", "up")]
         exact = torch.equal(columns[0].to(self.dtype).float(), columns[0].float())
         dtype = self.dtype if exact else torch.float32
-        gate = torch.cat([weight.to(dtype) for weight in columns])
         source = self.checkpoint.experts(index)
         return PackedMixture(
-            pack_weight(gate, dtype, self.device, kernels=True),
+            pack_weight(columns, dtype, self.device, kernels=True),
             bias,
             settings,
             pack_experts(
@@ -175,11 +177,11 @@ class _Builder:
     def projection(self, *modules: str) -> DenseWeight:
         """One product for modules of the same input, their outputs side by side.
 
-        FP8 blocks count from each module's own first row, so they are dequantised apart.
+        FP8 blocks count from each module's own first row.
         """
-        return self.pack(torch.cat([self.dense(module) for module in modules]))
+        return self.pack([self.checkpoint.weight(module) for module in modules])
 
-    def pack(self, weight: Tensor) -> DenseWeight:
+    def pack(self, weight: Parts) -> DenseWeight:
         return pack_weight(weight, self.dtype, self.device, self.kernels)
 
     def per_head(self, key_up: Tensor, value_up: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kdtree_engine.engine.measure.products import Product
 from kdtree_engine.engine.measure.timing import captured, median_ms
@@ -58,8 +59,8 @@ class Matrices:
         """[width, depth]."""
         key = id(weight)  # not used again while the weight is held here
         if key not in self._known:
-            whole = weight.tiles.transpose(1, 2).reshape(weight.width, -1)
-            self._known[key] = weight, whole[:, : weight.depth].contiguous()
+            whole = pad(weight.matrix(), (0, 0, 0, weight.width - weight.columns))
+            self._known[key] = weight, whole.contiguous()
         return self._known[key][1]
 
 
@@ -169,7 +170,7 @@ def _time_dense(
 ) -> float:
     """Milliseconds of all `weights`, one after the other."""
     tiles = weights[0].tiles
-    x = torch.randn(rows, weights[0].depth, device=tiles.device).to(tiles.dtype)
+    x = torch.randn(rows, weights[0].depth, device=tiles.device).to(weights[0].dtype)
     shape = rows, weights[0].columns, weights[0].depth
 
     def every() -> None:

@@ -93,7 +93,7 @@ class _RandomBuilder(_Builder):
         names = ["gate.weight"]
         if shared:
             names += [f"shared_experts.{name}_proj.weight" for name in ("gate", "up")]
-        gate = self.pack(torch.cat([self.raw(prefix + name) for name in names]))
+        gate = self.pack([self.raw(prefix + name) for name in names])
         experts = random_packed_experts(
             config.num_experts,
             config.hidden_size,

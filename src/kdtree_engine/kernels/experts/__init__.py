@@ -29,8 +29,8 @@ class UpTuning(NamedTuple):
     """How up is launched; no result depends on it.
 
     rows: of a stored tile, a program. joint: all segments side by side, a warp each (`warps` is not
-    read then). stages: blocks of weights in flight, and one. ptx: unpack INT4 by inline PTX, where
-    there is a device to run it.
+    read then). stages: blocks of weights in flight, and one. ptx: unpack INT4 or FP8 by inline PTX,
+    where there is a device to run it.
     """
 
     rows: int
@@ -120,7 +120,7 @@ def _weight_options(weight: TiledWeight, x: Tensor, how: UpTuning | DownTuning) 
     return {
         "TILES": weight.weight.shape[1],
         "BLOCKS": weight.weight.shape[2],
-        "QUANTISED": weight.scale is not None,
+        "PLANES": weight.planes,
         "PTX": x.device.type != "cpu" and how.ptx,  # the interpreter has none
         "PRECISE": precise(x),
         "N": how.rows,

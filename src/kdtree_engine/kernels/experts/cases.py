@@ -28,13 +28,15 @@ CASES = (
 
 
 K26_RANK = Case("k2.6, one rank of eight", 384, 7168, 256, 8)
-K26_SHARED = 256
+V3_RANK = Case("deepseek-v3, one rank of eight", 256, 7168, 256, 8)
+RANK_SHARED = 256
 
 
-def launch_everything(device: torch.device, rows: tuple[int, ...] = (1, 8, 64, 512, 4096)) -> None:
-    """Every launch of the mixture at K2.6's shapes, INT4 and dense; meta tensors will do.
+def launch_everything(device: torch.device, rows: tuple[int, ...] = (1, 64, 4096)) -> None:
+    """Every launch of the mixture whose experts are FP8 (K2-Instruct has K2.6's shapes) or dense;
+    meta tensors will do.
 
-    For tests that compile what is launched.
+    For tests that compile what is launched; INT4 ones are launched by K2.6's forward.
     """
     from kdtree_engine.kernels.experts import (
         combine_add_norm,
@@ -44,7 +46,7 @@ def launch_everything(device: torch.device, rows: tuple[int, ...] = (1, 8, 64, 5
     )
     from kdtree_engine.kernels.router import RouterSettings, route_rows
 
-    case, shared = K26_RANK, K26_SHARED
+    case, shared = K26_RANK, RANK_SHARED
     hidden, inner = case.hidden, case.intermediate
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -52,7 +54,7 @@ def launch_everything(device: torch.device, rows: tuple[int, ...] = (1, 8, 64, 5
 
     dense = [(empty(2 * inner, hidden), empty(hidden, inner))] * 2
     layers = (
-        random_packed_experts(case.experts, hidden, inner, shared, device),
+        random_packed_experts(case.experts, hidden, inner, shared, device, planes=2),
         pack_experts(dense, 2, empty(hidden, shared), torch.bfloat16, device),
     )
     settings = RouterSettings(case.top_k, 1, 1, True, 2.827)

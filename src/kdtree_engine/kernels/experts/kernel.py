@@ -12,7 +12,13 @@ Weights lie in tiles of TILE rows, and a tile's blocks of STEP inputs follow eac
             STEP = 128;
             nibble j of word i of a row is q + 8 of input 32 j + i, so a nibble plane has one scale.
             The weight is bf16(q * scale), the checkpoint's value.
+    FP8     words [E, tiles, K / 64, TILE, 32] int16, scales [E, tiles, K / 64, TILE / 8] float32;
+            STEP = 64;
+            a word's low byte is an input of the first 32, its high byte of the next. Eight rows
+            stand in one block of scales. The weight is value * scale, rounded to x's dtype.
     dense   weights [E, tiles, K / 32, TILE, 32], STEP = 32
+
+PLANES inputs lie in a word: 4, 2 or 1.
 
 In an up tile rows 16 i .. 16 i + 7 are gates and the next eight their ups: a thread of the MMA
 holds rows r and r + 8 of sixteen, so it has both. The weights are the MMA's M operand, a block's
@@ -29,6 +35,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kdtree_engine.kernels.fp8.kernel import planes as fp8_planes
 from kdtree_engine.kernels.prologue import begin, product
 from kdtree_engine.kernels.swiglu.kernel import silu_times
 
@@ -115,30 +122,46 @@ def four_of(scales):
 
 
 @triton.jit
+def scale_places(n, PLANES: tl.constexpr, TILE: tl.constexpr):
+    """Where the scales of rows n lie in a block's: [4, N], or [N] where FP8."""
+    if PLANES == 4:
+        at = tl.arange(0, 4)[:, None] * TILE + n[None, :]
+    else:
+        at = n // 8
+    return at
+
+
+@triton.jit
 def multiply(
     acc, weight, scale, x, valid, k, step, block, BLOCKS: tl.constexpr, K: tl.constexpr,
-    MASKED: tl.constexpr, DTYPE: tl.constexpr, QUANTISED: tl.constexpr, PTX: tl.constexpr,
+    MASKED: tl.constexpr, DTYPE: tl.constexpr, PLANES: tl.constexpr, PTX: tl.constexpr,
     PRECISE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """acc [.., N, T] + a block of weights, `step` after those pointed to, times its inputs.
 
     With a leading dimension of segments, each has its own block. weight [.., N, 32], scale
-    [.., 4, N], x [.., 32, T]: pointers to the first block's; k [.., 32, 1]: its inputs. block
-    [.., 1]: which block it is, read where MASKED: it may lie beyond the last.
+    [.., 4, N] or [.., N], x [.., 32, T]: pointers to the first block's; k [.., 32, 1]: its inputs.
+    block [.., 1]: which block it is, read where MASKED: it may lie beyond the last.
     """
-    STEP: tl.constexpr = 128 if QUANTISED else 32
+    STEP: tl.constexpr = 32 * PLANES
     if MASKED:
         here = tl.expand_dims(block < BLOCKS, -1)
         words = tl.load(weight, mask=tl.broadcast_to(here, weight.shape), other=0)
     else:
         words = tl.load(weight)
-    if QUANTISED:
-        at = scale + step * (4 * TILE)
+    if PLANES > 1:
+        PER_BLOCK: tl.constexpr = 4 * TILE if PLANES == 4 else TILE // 8
+        at = scale + step * PER_BLOCK
         if MASKED:
-            here = tl.expand_dims(block < BLOCKS, -1)
+            here = block < BLOCKS
+            if PLANES == 4:
+                here = tl.expand_dims(here, -1)
             scales = tl.load(at, mask=tl.broadcast_to(here, at.shape), other=0.0)
         else:
             scales = tl.load(at)
+    if PLANES == 2:
+        planes = fp8_planes(words, tl.expand_dims(scales, -1), DTYPE, PTX)
+    if PLANES == 4:
         s0, s1, s2, s3 = four_of(scales)
         if PTX:
             planes = unpack_ptx(words, s0, s1, s2, s3)
@@ -151,7 +174,7 @@ def multiply(
             )
     for j in tl.static_range(STEP // 32):
         value = inputs(x, valid, k, step * STEP + j * 32, K, MASKED or K % STEP != 0)
-        if QUANTISED:
+        if PLANES > 1:
             w = planes[j].to(DTYPE)
         else:
             w = words
@@ -187,20 +210,23 @@ def in_order(acc, S: tl.constexpr, N: tl.constexpr, T: tl.constexpr):
 @triton.jit
 def joint_sum(
     weight, scale, x, line, valid, HIDDEN: tl.constexpr, BLOCKS: tl.constexpr, S: tl.constexpr,
-    DTYPE: tl.constexpr, QUANTISED: tl.constexpr, PTX: tl.constexpr, PRECISE: tl.constexpr,
+    DTYPE: tl.constexpr, PLANES: tl.constexpr, PTX: tl.constexpr, PRECISE: tl.constexpr,
     T: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """[N, T] of all segments side by side, a warp each. line [T]: where a token's inputs start."""
     SEGMENT: tl.constexpr = (BLOCKS + S - 1) // S
-    STEP: tl.constexpr = 128 if QUANTISED else 32
+    STEP: tl.constexpr = 32 * PLANES
     MASKED: tl.constexpr = BLOCKS % S != 0
     first = tl.arange(0, S)[:, None] * SEGMENT
     n, k = tl.arange(0, N), tl.arange(0, 32)
-    plane_rows = tl.arange(0, 4)[:, None] * TILE + n[None, :]
     w = weight + first[:, :, None] * (TILE * 32) + n[None, :, None] * 32 + k[None, None, :]
     s = w
-    if QUANTISED:
-        s = scale + first[:, :, None] * (4 * TILE) + plane_rows[None, :, :]
+    if PLANES > 1:
+        PER_BLOCK: tl.constexpr = 4 * TILE if PLANES == 4 else TILE // 8
+        start = first * PER_BLOCK
+        if PLANES == 4:
+            start = tl.expand_dims(start, -1)
+        s = scale + start + tl.expand_dims(scale_places(n, PLANES, TILE), 0)
     ks = first[:, :, None] * STEP + k[None, :, None]
     own = x + line[None, None, :] + ks
     valid = tl.broadcast_to(valid[None, None, :], own.shape)
@@ -208,7 +234,7 @@ def joint_sum(
     for step in tl.range(0, SEGMENT, num_stages=STAGES):
         acc = multiply(
             acc, w + step * (TILE * 32), s, own, valid, ks, step, first + step, BLOCKS, HIDDEN,
-            MASKED, DTYPE, QUANTISED, PTX, PRECISE, TILE,
+            MASKED, DTYPE, PLANES, PTX, PRECISE, TILE,
         )  # fmt: skip
     return in_order(acc, S, N, T)
 
@@ -216,14 +242,14 @@ def joint_sum(
 @triton.jit
 def whole_sum(
     weight, scale, x, line, valid, HIDDEN: tl.constexpr, BLOCKS: tl.constexpr, S: tl.constexpr,
-    DTYPE: tl.constexpr, QUANTISED: tl.constexpr, PTX: tl.constexpr, PRECISE: tl.constexpr,
+    DTYPE: tl.constexpr, PLANES: tl.constexpr, PTX: tl.constexpr, PRECISE: tl.constexpr,
     T: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """[N, T] of one segment after the other: the bits of joint_sum."""
     SEGMENT: tl.constexpr = (BLOCKS + S - 1) // S
     n, k = tl.arange(0, N), tl.arange(0, 32)
     w = weight + n[:, None] * 32 + k[None, :]
-    s = scale + tl.arange(0, 4)[:, None] * TILE + n[None, :] if QUANTISED else w
+    s = scale + scale_places(n, PLANES, TILE) if PLANES > 1 else w
     own = x + line[None, :] + k[:, None]
     valid = tl.broadcast_to(valid[None, :], own.shape)
     acc = tl.zeros((N, T), tl.float32)
@@ -231,7 +257,7 @@ def whole_sum(
     for block in tl.range(0, BLOCKS, num_stages=STAGES):
         acc = multiply(
             acc, w + block * (TILE * 32), s, own, valid, k[:, None], block, block, BLOCKS,
-            HIDDEN, False, DTYPE, QUANTISED, PTX, PRECISE, TILE,
+            HIDDEN, False, DTYPE, PLANES, PTX, PRECISE, TILE,
         )  # fmt: skip
         if (block % SEGMENT == SEGMENT - 1) | (block == BLOCKS - 1):
             total += acc
@@ -239,11 +265,29 @@ def whole_sum(
     return total
 
 
+@triton.jit
+def place_of(
+    weight, scale, first_block, part, BLOCKS: tl.constexpr, PLANES: tl.constexpr, N: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Pointers to a weight, moved by `first_block` blocks of tiles and then to the first block of
+    its part-th N rows.
+    """
+    tile, row = part // (TILE // N), part % (TILE // N) * N
+    block = first_block + tl.cast(tile, tl.int64) * BLOCKS
+    w = weight + (block * TILE + row) * 32
+    s = w
+    if PLANES > 1:
+        PER_BLOCK: tl.constexpr = 4 * TILE if PLANES == 4 else TILE // 8
+        s = scale + block * PER_BLOCK + (row if PLANES == 4 else row // 8)
+    return w, s
+
+
 @triton.jit(do_not_specialize=["slots"])
 def experts_up(
     x, weight, scale, block_expert, block_slots, out, slots, HIDDEN: tl.constexpr,
     INNER: tl.constexpr, TOP_K: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr,
-    S: tl.constexpr, JOINT: tl.constexpr, DTYPE: tl.constexpr, QUANTISED: tl.constexpr,
+    S: tl.constexpr, JOINT: tl.constexpr, DTYPE: tl.constexpr, PLANES: tl.constexpr,
     PTX: tl.constexpr, PRECISE: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -255,19 +299,17 @@ def experts_up(
     expert = tl.load(block_expert + token_block).to(tl.int64)
     if expert >= 0:
         valid = slot < slots
-        tile, row = part // (TILE // N), part % (TILE // N) * N
-        base = (expert * TILES + tile) * BLOCKS * TILE
-        w = weight + base * 32 + row * 32
-        s = scale + base * 4 + row if QUANTISED else w
+        first_block = expert * TILES * BLOCKS
+        w, s = place_of(weight, scale, first_block, part, BLOCKS, PLANES, N, TILE)
         line = slot // TOP_K * HIDDEN
         if JOINT:
             total = joint_sum(
-                w, s, x, line, valid, HIDDEN, BLOCKS, S, DTYPE, QUANTISED, PTX, PRECISE, T, N,
+                w, s, x, line, valid, HIDDEN, BLOCKS, S, DTYPE, PLANES, PTX, PRECISE, T, N,
                 TILE, STAGES,
             )  # fmt: skip
         else:
             total = whole_sum(
-                w, s, x, line, valid, HIDDEN, BLOCKS, S, DTYPE, QUANTISED, PTX, PRECISE, T, N,
+                w, s, x, line, valid, HIDDEN, BLOCKS, S, DTYPE, PLANES, PTX, PRECISE, T, N,
                 TILE, STAGES,
             )  # fmt: skip
         pairs = tl.permute(tl.reshape(total, (N // 16, 2, 8, T)), (0, 2, 3, 1))
@@ -276,21 +318,6 @@ def experts_up(
         inner = part * (N // 2) + tl.arange(0, N // 2)
         mask = (inner < INNER)[:, None] & valid[None, :]
         tl.store(out + slot[None, :] * INNER + inner[:, None], h, mask=mask)
-
-
-@triton.jit
-def place_of(
-    weight, scale, part, BLOCKS: tl.constexpr, QUANTISED: tl.constexpr, N: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    """Pointers weight [N, 32] and scale [4, N] moved to the first block of the part-th N rows."""
-    tile, row = part // (TILE // N) * BLOCKS, part % (TILE // N) * N
-    base = tile.to(tl.int64) * TILE
-    w = weight + (base + row) * 32
-    s = w
-    if QUANTISED:
-        s = scale + base * 4 + row
-    return w, s
 
 
 @triton.jit
@@ -305,7 +332,7 @@ def store_rows(acc, out, out_line, valid, part, HIDDEN: tl.constexpr, N: tl.cons
 def rows_of_tiles(
     weight, scale, x, line, valid, out, out_line, first, HIDDEN: tl.constexpr,
     PIECES: tl.constexpr, PARTS: tl.constexpr, INNER: tl.constexpr,
-    BLOCKS: tl.constexpr, DTYPE: tl.constexpr, QUANTISED: tl.constexpr, PTX: tl.constexpr,
+    BLOCKS: tl.constexpr, DTYPE: tl.constexpr, PLANES: tl.constexpr, PTX: tl.constexpr,
     PRECISE: tl.constexpr, T: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -315,16 +342,16 @@ def rows_of_tiles(
     """
     n, k = tl.arange(0, N), tl.arange(0, 32)
     weight = weight + n[:, None] * 32 + k[None, :]
-    scale = scale + tl.arange(0, 4)[:, None] * TILE + n[None, :] if QUANTISED else weight
+    scale = scale + scale_places(n, PLANES, TILE) if PLANES > 1 else weight
     own = x + line[None, :] + k[:, None]
     inside = tl.broadcast_to(valid[None, :], own.shape)
     acc = tl.zeros((N, T), tl.float32)
     for step in tl.range(0, PIECES * BLOCKS, num_stages=STAGES):
         part, block = tl.minimum(first + step // BLOCKS, PARTS - 1), step % BLOCKS
-        w, s = place_of(weight, scale, part, BLOCKS, QUANTISED, N, TILE)
+        w, s = place_of(weight, scale, 0, part, BLOCKS, PLANES, N, TILE)
         acc = multiply(
             acc, w + block * (TILE * 32), s, own, inside, k[:, None], block, block,
-            BLOCKS, INNER, False, DTYPE, QUANTISED, PTX, PRECISE, TILE,
+            BLOCKS, INNER, False, DTYPE, PLANES, PTX, PRECISE, TILE,
         )  # fmt: skip
         if block == BLOCKS - 1:
             store_rows(acc, out, out_line, valid, part, HIDDEN, N)
@@ -335,7 +362,7 @@ def rows_of_tiles(
 def experts_down(
     h, weight, scale, block_expert, block_slots, out, slots, shared_h, shared_weight, shared_out,
     rows, HIDDEN: tl.constexpr, INNER: tl.constexpr, SHARED_INNER: tl.constexpr,
-    TILES: tl.constexpr, BLOCKS: tl.constexpr, DTYPE: tl.constexpr, QUANTISED: tl.constexpr,
+    TILES: tl.constexpr, BLOCKS: tl.constexpr, DTYPE: tl.constexpr, PLANES: tl.constexpr,
     PTX: tl.constexpr, PRECISE: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
     PIECES: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
     SHARED_T: tl.constexpr, SHARED_N: tl.constexpr, SHARED_STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -355,7 +382,7 @@ def experts_down(
             rows_of_tiles(
                 shared_weight, shared_weight, shared_h, row * SHARED_INNER, row < rows,
                 shared_out, row * HIDDEN, program % SHARED_PARTS, HIDDEN, 1, SHARED_PARTS,
-                SHARED_INNER, (SHARED_INNER + 31) // 32, DTYPE, False, False, PRECISE,
+                SHARED_INNER, (SHARED_INNER + 31) // 32, DTYPE, 1, False, PRECISE,
                 SHARED_T, SHARED_N, TILE, SHARED_STAGES,
             )  # fmt: skip
     program -= shared_programs
@@ -367,13 +394,12 @@ def experts_down(
         slot = tl.load(block_slots + token_block * T + tl.arange(0, T)).to(tl.int64)
         expert = tl.load(block_expert + token_block).to(tl.int64)
         if expert >= 0:
-            base = expert * TILES * BLOCKS * TILE
-            w = weight + base * 32
-            s = scale + base * 4 if QUANTISED else w
+            first_block = expert * TILES * BLOCKS
+            w, s = place_of(weight, scale, first_block, 0, BLOCKS, PLANES, N, TILE)
             first = program % GROUPS * PIECES
             rows_of_tiles(
                 w, s, h, slot * INNER, slot < slots, out, slot * HIDDEN, first, HIDDEN,
-                PIECES, PARTS, INNER, BLOCKS, DTYPE, QUANTISED, PTX, PRECISE, T, N, TILE,
+                PIECES, PARTS, INNER, BLOCKS, DTYPE, PLANES, PTX, PRECISE, T, N, TILE,
                 STAGES,
             )  # fmt: skip
 

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kdtree_engine.kernels import int4
+from kdtree_engine.kernels import fp8, int4
+from kdtree_engine.kernels.fp8 import Fp8Tensor
+from kdtree_engine.kernels.fp8.words import (
+    RANDOM_SPREAD,
+    STEP,
+    dense,
+    on_device,
+    random_words,
+    values_of,
+    words_of,
+)
 from kdtree_engine.kernels.int4 import Int4Tensor
 
 UP_ROWS = 128
@@ -31,8 +41,9 @@ class TiledWeight:
     """Weights [E, rows, columns] in tiles of N rows.
 
     INT4: `weight` [E, tiles, columns / 128, N, 32] int16 and `scale` [E, tiles, columns / 32, N]
-    bf16. Dense: `weight` [E, tiles, columns / 32, N, 32] and no scale. Rows and columns are filled
-    up with zeros.
+    bf16. FP8: `weight` [E, tiles, columns / 64, N, 32] int16 (`words_of`) and `scale`
+    [E, tiles, columns / 64, N / 8] float32. Dense: `weight` [E, tiles, columns / 32, N, 32] and no
+    scale. Rows and columns are filled up with zeros.
     """
 
     weight: Tensor
@@ -44,6 +55,13 @@ class TiledWeight:
     def tile_rows(self) -> int:
         """N."""
         return self.weight.shape[3]
+
+    @property
+    def planes(self) -> int:
+        """Inputs that lie in one element of `weight`: 4 INT4, 2 FP8, or 1."""
+        if self.scale is None:
+            return 1
+        return 2 if self.scale.dtype == torch.float32 else 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +89,8 @@ class PackedExperts:
         return self.up.columns
 
 
-ExpertPair = tuple[Int4Tensor | Tensor, Int4Tensor | Tensor]
+ExpertWeight = Int4Tensor | Fp8Tensor | Tensor
+ExpertPair = tuple[ExpertWeight, ExpertWeight]
 """One expert: gate over up [2 I, H], and down [H, I]."""
 
 
@@ -83,7 +102,7 @@ def segments_of(columns: int) -> int:
 def pack_experts(
     experts: Iterable[ExpertPair],
     count: int,
-    shared_down: Tensor | None,
+    shared_down: Tensor | Fp8Tensor | None,
     dtype: torch.dtype,
     device: torch.device | str,
     up_rows: int = UP_ROWS,
@@ -91,8 +110,9 @@ def pack_experts(
 ) -> PackedExperts:
     """`count` experts, taken one at a time into tensors of their final size.
 
-    All are Int4Tensors or all dense [out, in] tensors; dense ones and the shared expert's down
-    [H, Is] become `dtype`, the activations'. Extra memory: one expert in flight.
+    All are Int4Tensors, all Fp8Tensors or all dense [out, in] tensors; dense ones and the shared
+    expert's down [H, Is] become `dtype`, the activations'. Blocks of an FP8 gate over up count from
+    the gate's first row (`joined`); I is a multiple of 8 then. Extra memory: one expert in flight.
     """
     up = down = None
     index = -1
@@ -106,9 +126,10 @@ def pack_experts(
     assert up.rows == 2 * down.columns and up.columns == down.rows, f"{up.rows} {down.columns}"
     shared = None
     if shared_down is not None:
-        assert shared_down.shape[0] == down.rows, f"{shared_down.shape}"
-        shared = _empty(shared_down, 1, down_rows, dtype, device, interleaved=False)
-        _fill(shared, 0, shared_down.to(device, dtype), interleaved=False)
+        whole = dense(shared_down, dtype, device)
+        assert whole.shape[0] == down.rows, f"{whole.shape}"
+        shared = _empty(whole, 1, down_rows, dtype, device, interleaved=False)
+        _fill(shared, 0, whole, interleaved=False)
     return PackedExperts(up, down, shared, segments_of(up.columns))
 
 
@@ -122,24 +143,31 @@ def random_packed_experts(
     dtype: torch.dtype = torch.bfloat16,
     up_rows: int = UP_ROWS,
     down_rows: int = DOWN_ROWS,
+    planes: int = 4,
 ) -> PackedExperts:
     """INT4 experts of random words, made where they lie: a layer of K2.6 in milliseconds.
 
     Scales are uniform in [-0.01, 0.01), so a weight's standard deviation is about 0.027 and its
     mean zero: a nibble's is -1/2, which over some layers would make all rows alike. Widths are
-    multiples of 128, as filled-up places would not be zero. `generator` is the device's.
+    multiples of 128, as filled-up places would not be zero. `generator` is the device's. With two
+    `planes` they are FP8 of the same spread.
     """
     assert hidden % _BLOCK == 0 and inner % _BLOCK == 0, f"{hidden}, {inner}"
     assert shared_inner % _GROUP == 0 and hidden % down_rows == 0, f"{shared_inner}, {hidden}"
     assert 2 * inner % up_rows == 0, f"{inner}"
+    assert planes in (2, 4), f"{planes} planes"
 
     def tiled(rows: int, columns: int, tile: int) -> TiledWeight:
-        shape = (experts, rows // tile, columns // _BLOCK, tile, 32)
-        weight = torch.empty(shape, dtype=torch.int16, device=device)
+        tiles = experts, rows // tile
+        if planes == 2:
+            weight = random_words((*tiles, columns // STEP, tile, 32), device, generator)
+            scale = torch.empty(*tiles, columns // STEP, tile // PAIR, device=device)
+            each = 0.027 / RANDOM_SPREAD
+            scale.uniform_(0.5 * each, 1.5 * each, generator=generator)
+            return TiledWeight(weight, scale, rows, columns)
+        weight = torch.empty(*tiles, columns // _BLOCK, tile, 32, dtype=torch.int16, device=device)
         weight.random_(-(2**15), 2**15, generator=generator)
-        scale = torch.empty(
-            experts, rows // tile, columns // _GROUP, tile, dtype=torch.bfloat16, device=device
-        )
+        scale = torch.empty(*tiles, columns // _GROUP, tile, dtype=torch.bfloat16, device=device)
         return TiledWeight(weight, scale.uniform_(-0.01, 0.01, generator=generator), rows, columns)
 
     shared = None
@@ -153,8 +181,11 @@ def random_packed_experts(
     return PackedExperts(up, down, shared, segments_of(hidden))
 
 
-def unpack_expert(tiled: TiledWeight, expert: int, interleaved: bool) -> Tensor:
-    """The weight [rows, columns] of one expert that the tiles stand for; bf16 where INT4.
+def unpack_expert(
+    tiled: TiledWeight, expert: int, interleaved: bool, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """The weight [rows, columns] of one expert that the tiles stand for: INT4 in bf16, FP8 rounded
+    to `dtype`, the activations'.
 
     `interleaved`: an up weight; gates come first again. For tests and the bench's reference.
     """
@@ -162,6 +193,9 @@ def unpack_expert(tiled: TiledWeight, expert: int, interleaved: bool) -> Tensor:
     tiles, blocks, tile_rows, _ = weight.shape
     if tiled.scale is None:
         values = weight.permute(0, 2, 1, 3)
+    elif tiled.planes == 2:
+        scale = tiled.scale[expert].repeat_interleave(PAIR, 2).unsqueeze(-1)
+        values = (values_of(weight).float() * scale).to(dtype).permute(0, 2, 1, 3)
     else:
         shifts = torch.arange(0, 16, 4, device=weight.device, dtype=torch.int32)
         q = ((weight.int().unsqueeze(-2) >> shifts[:, None]) & 15) - 8  # [tiles, blocks, N, 4, 32]
@@ -174,16 +208,16 @@ def unpack_expert(tiled: TiledWeight, expert: int, interleaved: bool) -> Tensor:
     return rows[: tiled.rows]
 
 
-def _on(
-    weight: Int4Tensor | Tensor, device: torch.device | str, dtype: torch.dtype
-) -> Int4Tensor | Tensor:
+def _on(weight: ExpertWeight, device: torch.device | str, dtype: torch.dtype) -> ExpertWeight:
     if isinstance(weight, Int4Tensor):
         return Int4Tensor(weight.packed.to(device), weight.scale.to(device))
+    if isinstance(weight, Fp8Tensor):
+        return on_device(weight, device)
     return weight.to(device, dtype)
 
 
 def _empty(
-    like: Int4Tensor | Tensor,
+    like: ExpertWeight,
     experts: int,
     tile_rows: int,
     dtype: torch.dtype,
@@ -193,20 +227,24 @@ def _empty(
 ) -> TiledWeight:
     """Room for `experts` weights of the kind and shape of `like`."""
     rows, columns = like.shape
-    quantised = isinstance(like, Int4Tensor)
-    step = _BLOCK if quantised else _GROUP
     assert tile_rows % (2 * PAIR) == 0, f"{tile_rows} rows of a tile"
     filled = _pairs(rows) * 2 * PAIR if interleaved else rows
-    shape = (experts, -(-filled // tile_rows), -(-columns // step), tile_rows, 32)
-    if not quantised:
-        return TiledWeight(torch.empty(shape, dtype=dtype, device=device), None, rows, columns)
-    scales = (*shape[:2], shape[2] * (_BLOCK // _GROUP), tile_rows)
-    return TiledWeight(
-        torch.empty(shape, dtype=torch.int16, device=device),
-        torch.empty(scales, dtype=torch.bfloat16, device=device),
-        rows,
-        columns,
-    )
+    tiles = experts, -(-filled // tile_rows)
+
+    def room(dtype: torch.dtype, *tile: int) -> Tensor:
+        return torch.empty((*tiles, *tile), dtype=dtype, device=device)
+
+    if isinstance(like, Int4Tensor):
+        blocks = -(-columns // _BLOCK)
+        words = room(torch.int16, blocks, tile_rows, 32)
+        scales = room(torch.bfloat16, blocks * (_BLOCK // _GROUP), tile_rows)
+        return TiledWeight(words, scales, rows, columns)
+    if isinstance(like, Fp8Tensor):
+        blocks = -(-columns // STEP)
+        words = room(torch.int16, blocks, tile_rows, 32)
+        scales = room(torch.float32, blocks, tile_rows // PAIR)
+        return TiledWeight(words, scales, rows, columns)
+    return TiledWeight(room(dtype, -(-columns // 32), tile_rows, 32), None, rows, columns)
 
 
 def _pairs(rows: int) -> int:
@@ -215,34 +253,55 @@ def _pairs(rows: int) -> int:
     return -(-rows // (2 * PAIR))
 
 
-def _fill(
-    tiled: TiledWeight, expert: int, weight: Int4Tensor | Tensor, *, interleaved: bool
-) -> None:
+def _fill(tiled: TiledWeight, expert: int, weight: ExpertWeight, *, interleaved: bool) -> None:
     """Write one expert's [rows, columns] into its tiles."""
     assert tuple(weight.shape) == (tiled.rows, tiled.columns), f"{weight.shape}"
     tiles, blocks, tile_rows, _ = tiled.weight.shape[1:]
 
-    def rows_of(values: Tensor, fill: float) -> Tensor:
+    def rows_of(values: Tensor, fill: float, pair: int = PAIR) -> Tensor:
+        """In the tiles' order; of every PAIR-th row if `pair` is 1."""
+        each = PAIR // pair
         if interleaved:
-            half = tiled.rows // 2
-            room = _pairs(tiled.rows) * PAIR - half
+            half = tiled.rows // 2 // each
+            room = _pairs(tiled.rows) * pair - half
             both = pad(values.view(2, half, -1), (0, 0, 0, room), value=fill)
-            values = both.view(2, -1, PAIR, both.shape[-1]).transpose(0, 1).flatten(0, 2)
-        return pad(values, (0, 0, 0, tiles * tile_rows - values.shape[0]), value=fill)
+            values = both.view(2, -1, pair, both.shape[-1]).transpose(0, 1).flatten(0, 2)
+        return pad(values, (0, 0, 0, tiles * tile_rows // each - values.shape[0]), value=fill)
 
+    planes = 4 if isinstance(weight, Int4Tensor) else 2 if isinstance(weight, Fp8Tensor) else 1
+    assert planes == tiled.planes, "experts of different kinds"
     if isinstance(weight, Int4Tensor):
-        assert tiled.scale is not None, "dense experts, then one in INT4"
         nibbles = int4.unpack(weight.packed) + 8
         nibbles = rows_of(pad(nibbles, (0, blocks * _BLOCK - tiled.columns), value=8), 8)
-        planes = nibbles.view(tiles, tile_rows, blocks, 4, 32).to(torch.int16)
-        words = planes[..., 0, :].clone()
+        by_plane = nibbles.view(tiles, tile_rows, blocks, 4, 32).to(torch.int16)
+        words = by_plane[..., 0, :].clone()
         for j in range(1, 4):
-            words |= planes[..., j, :] << (4 * j)
-        tiled.weight[expert] = words.transpose(1, 2)
+            words |= by_plane[..., j, :] << (4 * j)
         groups = blocks * (_BLOCK // _GROUP)
         scale = rows_of(pad(weight.scale, (0, groups - weight.scale.shape[1])), 0.0)
-        tiled.scale[expert] = scale.view(tiles, tile_rows, groups).transpose(1, 2)
-        return
-    assert tiled.scale is None, "INT4 experts, then a dense one"
-    values = rows_of(pad(weight, (0, blocks * _GROUP - tiled.columns)), 0.0)
-    tiled.weight[expert] = values.view(tiles, tile_rows, blocks, 32).transpose(1, 2)
+        _put(tiled, expert, words, scale.view(tiles, tile_rows, groups))
+    elif isinstance(weight, Fp8Tensor):
+        eighths = not interleaved or tiled.rows % (2 * PAIR) == 0
+        assert eighths, f"{tiled.rows // 2} FP8 gates do not fill groups of {PAIR}"
+        held = weight.values.view(torch.uint8)
+        held = rows_of(pad(held, (0, blocks * STEP - tiled.columns)), 0)
+        scale = rows_of(_scales_of_eight(weight, blocks), 0.0, 1)
+        words = words_of(held.view(tiles, tile_rows, blocks, STEP))
+        _put(tiled, expert, words, scale.view(tiles, tile_rows // PAIR, blocks))
+    else:
+        values = rows_of(pad(weight, (0, blocks * 32 - tiled.columns)), 0.0)
+        tiled.weight[expert] = values.view(tiles, tile_rows, blocks, 32).transpose(1, 2)
+
+
+def _put(tiled: TiledWeight, expert: int, words: Tensor, scale: Tensor) -> None:
+    """words [tiles, N, blocks, 32] and scales [tiles, of rows, of columns]."""
+    assert tiled.scale is not None
+    tiled.weight[expert] = words.transpose(1, 2)
+    tiled.scale[expert] = scale.transpose(1, 2)
+
+
+def _scales_of_eight(weight: Fp8Tensor, blocks: int) -> Tensor:
+    """[rows / 8, blocks]: the scales of eight rows and of 64 inputs, zeros beyond the last."""
+    rows = -(-weight.shape[0] // PAIR)
+    by_row = weight.scales.repeat_interleave(fp8.BLOCK // PAIR, 0)[:rows]
+    return by_row.repeat_interleave(fp8.BLOCK // STEP, 1)[:, :blocks]

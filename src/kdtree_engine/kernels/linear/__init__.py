@@ -3,7 +3,7 @@
 Two stored forms. ColumnBlocks [blocks, K, columns] turn the product into a batched one: on the CPU
 that is row-exact from few rows on and about twice as fast as one wide product, which packs its
 weights anew at every call (docs/log.md); training uses them on any device. PackedLinear is the
-form that kernels read.
+form that kernels read, and it may hold FP8 values.
 """
 
 from __future__ import annotations
@@ -15,14 +15,25 @@ from torch import Tensor
 
 from kdtree_engine.kernels.launch import launch_options, precise
 from kdtree_engine.kernels.linear import reference
-from kdtree_engine.kernels.linear.packed import TILE, PackedLinear, pack_linear, random_linear
+from kdtree_engine.kernels.linear.packed import (
+    TILE,
+    PackedLinear,
+    Parts,
+    Weight,
+    pack_linear,
+    random_linear,
+    whole_weight,
+)
 from kdtree_engine.kernels.linear.reference import ColumnBlocks, pack_columns
 
 DenseWeight = ColumnBlocks | PackedLinear
 
 
 class Tiles(NamedTuple):
-    """Launch constants of one product; they change its speed, never its bits."""
+    """Launch constants of one product; they change its speed, never its bits.
+
+    ptx: convert FP8 by inline PTX, where there is a device to run it.
+    """
 
     block_n: int
     block_t: int
@@ -30,13 +41,19 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     split: bool
+    ptx: bool = True
 
 
 def pack_weight(
-    weight: Tensor, dtype: torch.dtype, device: torch.device | str, kernels: bool
+    weight: Parts, dtype: torch.dtype, device: torch.device | str, kernels: bool
 ) -> DenseWeight:
-    """A checkpoint's `weight` [out, in], for kernels or for the reference."""
-    return (pack_linear if kernels else pack_columns)(weight, dtype, device)
+    """A checkpoint's weight [out, in], or several, one below the other.
+
+    For kernels, FP8 weights may stay so (`pack_linear`); for the reference they are made dense.
+    """
+    if kernels:
+        return pack_linear(weight, dtype, device)
+    return pack_columns(whole_weight(weight, dtype, device), dtype, device)
 
 
 def linear(x: Tensor, weight: DenseWeight, dtype: torch.dtype | None = None) -> Tensor:
@@ -55,7 +72,7 @@ def product(x: Tensor, weight: DenseWeight) -> Tensor:
     if isinstance(weight, ColumnBlocks):
         return reference.linear(x, weight)
     assert x.ndim == 2 and x.shape[1] == weight.depth, f"{list(x.shape)} times {weight.depth}"
-    assert x.dtype == weight.tiles.dtype, f"{x.dtype} rows, {weight.tiles.dtype} weights"
+    assert x.dtype == weight.dtype, f"{x.dtype} rows, {weight.dtype} weights"
     # With gradients on, operators without a weight would take references, whose bits are others.
     assert not (x.is_cuda and torch.is_grad_enabled()), "kernels need torch.inference_mode()"
     return _launch_parts(x, weight, choose_tiles(x.shape[0], weight))
@@ -67,8 +84,11 @@ def choose_tiles(rows: int, weight: PackedLinear) -> Tiles:
     None needs more shared memory than sm_120 has.
     """
     count, blocks = weight.tiles.shape[:2]
-    half = weight.tiles.element_size() == 2
+    half = weight.dtype.itemsize == 2
     narrow = max(8, 1 << (rows - 1).bit_length())
+    if rows <= 8 and weight.scales is not None:
+        # Converting keeps a warp busy for longer than a tile takes to arrive: not measured yet.
+        return Tiles(64, narrow, 128 if half and blocks % 2 == 0 else 64, 4, 6, True)
     if rows <= 8:
         return Tiles(64, narrow, 64, 1, 6, True)
     if rows <= 64:
@@ -87,10 +107,13 @@ def _launch_parts(x: Tensor, weight: PackedLinear, tiles: Tiles) -> Tensor:
     parts = weight.segments if tiles.split else 1
     out = torch.empty(parts, rows, weight.width, dtype=torch.float32, device=x.device)
     grid = (weight.width // tiles.block_n, parts, -(-rows // tiles.block_t))
+    quantised = weight.scales is not None
     linear_parts[grid](
-        x, weight.tiles, out, rows, weight.depth, weight.tiles.shape[1], weight.segment,
-        weight.segments, weight.width, tiles.split and weight.segments > 1, tiles.block_n,
-        tiles.block_t, tiles.block_k, tiles.stages, precise(x),
+        x, weight.tiles, weight.scales, out, rows, weight.depth, weight.tiles.shape[1],
+        weight.segment, weight.segments, weight.width, FP8=quantised,
+        PTX=quantised and tiles.ptx and x.device.type != "cpu",  # the interpreter has none
+        SPLIT=tiles.split and weight.segments > 1, BLOCK_N=tiles.block_n, BLOCK_T=tiles.block_t,
+        BLOCK_K=tiles.block_k, STAGES=tiles.stages, PRECISE=precise(x),
         num_warps=tiles.warps, **launch_options(x),
     )  # fmt: skip
     return out
@@ -116,7 +139,9 @@ __all__ = [
     "ColumnBlocks",
     "DenseWeight",
     "PackedLinear",
+    "Parts",
     "Tiles",
+    "Weight",
     "add_parts",
     "choose_tiles",
     "linear",
