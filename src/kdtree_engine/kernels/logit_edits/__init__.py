@@ -152,7 +152,7 @@ def _launch_edits(
     ancestors: Tensor,
     depths: Tensor,
     chunk: int = CHUNK,
-    warps: int = 4,
+    warps: int = 8,
 ) -> Tensor:
     """edit_logits by the kernel. Neither chunk nor warps changes a bit."""
     from triton import next_power_of_2
