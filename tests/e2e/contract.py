@@ -43,7 +43,7 @@ OTHER_AXES: Axes = {
     "lengths": ("short", "page", "tiles", "block", "mixed"),
     "prefix": ("miss", "prompt", "decoded"),
     "pages": ("ordered", "scrambled"),
-    "options": ("none", "penalties", "forbidden", "log_probs"),
+    "options": ("none", "penalties", "forbidden", "log_probs", "stops"),
 }
 AXES: Axes = {**MAIN_AXES, **OTHER_AXES}
 
@@ -180,7 +180,8 @@ class Contract:
         for index, (job, truth) in enumerate(zip(jobs, known, strict=True)):
             if case.options != "none" and index % 3 < 2:  # the third has none, but such company
                 jobs[index] = replace(job, params=with_options(case, job, truth))
-                truths[index] = self.truth_with_options(case, jobs[index], truth)
+                if case.options != "stops":  # these cut plain decoding's text, and change nothing
+                    truths[index] = self.truth_with_options(case, jobs[index], truth)
         chain = case.nodes == "chain"
         config = EngineConfig(
             CHAIN if chain else int(case.nodes),
@@ -243,6 +244,8 @@ def with_options(case: Case, job: Job, truth: Truth) -> SamplingParams:
             job.params, repetition_penalty=1.2, frequency_penalty=0.4, presence_penalty=0.3
         )
     said = truth.tokens[len(job.prompt) :]
+    if case.options == "stops":
+        return replace(job.params, stop_token_ids=[said[job.params.max_tokens // 2]])
     return replace(
         job.params,
         bad_words=[said[:1], said[2:4], [*job.prompt[-1:], said[1]]],
@@ -274,7 +277,10 @@ def first_difference(
         return Violation(case, name, start + offset, what)
     if run.told != (truth.told[0][: len(run.tokens)], truth.told[1]):
         return Violation(case, name, start, "log-probabilities are not plain decoding's")
-    if not whole or len(run.tokens) == run.request.most_tokens:
+    stops, ended = run.request.stops, run.request.finish_reason == "stop"
+    if stops.intersection(run.tokens[:-1]) or ended != bool(stops.intersection(run.tokens[-1:])):
+        return Violation(case, name, start, f"stop tokens {sorted(stops)} did not cut it")
+    if not whole or ended or len(run.tokens) == run.request.most_tokens:
         return None
     what = f"ended early: {run.request.finish_reason}, {run.request.error}"
     return Violation(case, name, start + len(run.tokens), what)

@@ -134,6 +134,7 @@ _CASE = Case("packaged", 15, "dflash", "p95", "bfloat16", 3, 64, "mixed", "miss"
         replace(_CASE, options="log_probs", nodes=15, drafter="replay", model="flat", requests=4),
         replace(_CASE, options="forbidden", sampling="greedy", nodes="chain", prefix="decoded"),
         replace(_CASE, options="log_probs", sampling="greedy", nodes=63, requests=2, chunk=512),
+        replace(_CASE, options="stops", nodes=63, drafter="replay", model="groups", requests=4),
         replace(_CASE, options="penalties", drafter="ngram", sampling="greedy", lengths="short"),
     ],
     ids=str,
