@@ -65,6 +65,19 @@ def first_key(block, ZONES: tl.constexpr):
 
 
 @triton.jit
+def block_at(turn, chunk, chunks, blocks, length, ZONES: tl.constexpr):
+    """The block that a chunk takes in its `turn`, its first tile and its end; none: 0, 0, 0.
+
+    The last blocks, which are the longest, are dealt first, forwards and backwards in turns.
+    """
+    place = tl.where(turn % 2 == 0, chunk, chunks - 1 - chunk)
+    block = blocks - 1 - turn * chunks - place
+    start = first_key(tl.maximum(block, 0), ZONES) // TILE
+    end = tl.cdiv(tl.minimum(first_key(tl.maximum(block, 0) + 1, ZONES), length), TILE)
+    return block, tl.where(block < 0, 0, start), tl.where(block < 0, 0, end)
+
+
+@triton.jit
 def fold(M, L, A, m, n, a):
     """Left fold of one block into those before; explicit fma, so that all kernels round alike.
 
@@ -161,6 +174,33 @@ def add_tile(
 
 
 @triton.jit
+def store_values(place, a, known, KV: tl.constexpr, V: tl.constexpr, PTX: tl.constexpr):
+    """a [C, V] to place [C, V], where known [C].
+
+    tl.store would exchange values between threads through shared memory, for which there is no
+    room beside the tiles under way. In an accumulator two neighbours of a row follow one another.
+    """
+    wanted = tl.broadcast_to(known[:, None] & (tl.arange(0, V) < KV)[None, :], a.shape)
+    if PTX:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            setp.ne.b32 p, $6, 0;
+            @p st.global.v2.f32 [$2], {$4, $5};
+            mov.b32 $0, 0;
+            mov.b32 $1, 0;
+            }""",
+            "=r,=r,l,l,f,f,r,r",
+            [place.to(tl.int64), a, wanted.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=2,
+        )
+    else:
+        tl.store(place, a, mask=wanted)
+
+
+@triton.jit
 def shared_blocks(
     query,
     latents,
@@ -187,6 +227,7 @@ def shared_blocks(
     STAGES: tl.constexpr,
     APART: tl.constexpr,
     AHEAD: tl.constexpr,
+    PTX: tl.constexpr,
     PRECISE: tl.constexpr,
 ):
     """Every chunks-th block of one span, the last (and longest) first, for one tile of columns."""
@@ -206,40 +247,80 @@ def shared_blocks(
     else:
         length = context // TILE * TILE
     blocks = tl.where(length > 0, block_of(length - 1, ZONES) + 1, 0)
+    steps = chunk - chunk  # a scalar loop: a vector's sum is not uniform to the compiler
+    for turn in range(0, tl.cdiv(blocks, chunks)):
+        _, t, end = block_at(turn, chunk, chunks, blocks, length, ZONES)
+        steps += end - t
     offset = column * (KV + ROPE)
-    q_latent, q_rope = load_rows(query, offset, known & (chunk < blocks), KV, ROPE, V, E, True)
+    q_latent, q_rope = load_rows(query, offset, known & (steps > 0), KV, ROPE, V, E, True)
     k = tl.arange(0, TILE)
     offset = k * (KV + ROPE)
     d = tl.arange(0, V)
     table = pages + span.to(tl.int64) * width
-    for i in range(chunk, blocks, chunks):
-        block = blocks - 1 - i
-        m = tl.full([COLUMNS], LOWEST, tl.float32)
-        n = tl.zeros([COLUMNS, ONES], tl.float32)
-        a = tl.zeros([COLUMNS, V], tl.float32)
-        start = first_key(block, ZONES) // TILE
-        end = tl.cdiv(tl.minimum(first_key(block + 1, ZONES), length), TILE)
-        following = tl.load(table + start)
-        for t in tl.range(start, end, num_stages=STAGES):
-            page = following  # read a tile ahead of the keys that it leads to
-            following = tl.load(table + tl.minimum(t + 1, end - 1))
-            key = t * TILE + k
-            keys = latents + page.to(tl.int64) * (TILE * (KV + ROPE))
-            latent, rope = load_rows(keys, offset, key < length, KV, ROPE, V, E, CAUSAL)
-            visible = (key[None, :] <= position[:, None]) & known[:, None]
-            if AHEAD:
-                # Always true: a branch at the end of the body is scheduled behind the copies of
-                # the tile after this one, so they fly while this one is worked on.
-                if scale > LOWEST:
-                    s = score(q_latent, q_rope, latent, rope, scale, APART, PRECISE)
-                    m, n, a = add_tile(s, latent, visible, scale, m, n, a, CAUSAL, PRECISE)
-            else:
+    m = tl.full([COLUMNS], LOWEST, tl.float32)
+    n = tl.zeros([COLUMNS, ONES], tl.float32)
+    a = tl.zeros([COLUMNS, V], tl.float32)
+    turn = chunk - chunk
+    block, t, end = block_at(turn, chunk, chunks, blocks, length, ZONES)
+    following = tl.load(table + t)
+    for _ in tl.range(0, steps, num_stages=STAGES):
+        page, now, here, last = following, t, block, t + 1 >= end
+        turn += last.to(tl.int32)
+        block, start, end = block_at(turn, chunk, chunks, blocks, length, ZONES)
+        t = tl.where(last, start, t + 1)
+        following = tl.load(table + t)  # a tile ahead of the keys that it leads to
+        key = now * TILE + k
+        keys = latents + page.to(tl.int64) * (TILE * (KV + ROPE))
+        latent, rope = load_rows(keys, offset, key < length, KV, ROPE, V, E, CAUSAL)
+        visible = (key[None, :] <= position[:, None]) & known[:, None]
+        if AHEAD:
+            # Always true: a branch at the end of the body is scheduled behind the copies of
+            # the tile after this one, so they fly while this one is worked on.
+            if scale > LOWEST:
                 s = score(q_latent, q_rope, latent, rope, scale, APART, PRECISE)
                 m, n, a = add_tile(s, latent, visible, scale, m, n, a, CAUSAL, PRECISE)
-        at = block * columns + column
-        tl.store(high + at, m, mask=known)
-        tl.store(mass + at, tl.max(n, 1), mask=known)
-        tl.store(values + at[:, None] * KV + d[None, :], a, mask=known[:, None] & (d < KV)[None, :])
+        else:
+            s = score(q_latent, q_rope, latent, rope, scale, APART, PRECISE)
+            m, n, a = add_tile(s, latent, visible, scale, m, n, a, CAUSAL, PRECISE)
+        if last:
+            at = here * columns + column
+            tl.store(high + at, m, mask=known)
+            tl.store(mass + at, tl.max(n, 1), mask=known)
+            store_values(values + at[:, None] * KV + d[None, :], a, known, KV, V, PTX)
+            m = tl.full([COLUMNS], LOWEST, tl.float32)
+            n = tl.zeros([COLUMNS, ONES], tl.float32)
+            a = tl.zeros([COLUMNS, V], tl.float32)
+
+
+@triton.jit
+def own_places(
+    places, ancestors, slot, page, context, count, span, tile, HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Where the keys of a column tile's rows lie: 128 a row, from the last tile border on.
+
+    A place is slot * 128 + i, i as in the scores; -1 where no key is. slot [64]: the span's rows.
+    Rows that lie in two tiles of columns are written twice, alike.
+    """
+    ROWS: tl.constexpr = triton.next_power_of_2((COLUMNS + HEADS - 1) // HEADS + 1)
+    EVEN: tl.constexpr = COLUMNS // HEADS if COLUMNS % HEADS == 0 else ROWS
+    row = tile * COLUMNS // HEADS + tl.arange(0, EVEN)
+    known = ((row < count) & (row * HEADS < (tile + 1) * COLUMNS))[:, None]
+    j = tl.arange(0, TILE)
+    bits = tl.load(ancestors + span * count + row, mask=row < count, other=0)
+    on = ((bits[:, None] >> j.to(tl.int64)[None, :]) & 1).to(tl.int32)
+    on = tl.where((j < count)[None, :], on, 0)
+    rank = tl.cumsum(on, 1) - on  # how many ancestors come before row j of the span
+    committed = context % TILE
+    start = places + ((span * count + row) * (2 * TILE))[:, None]
+    wanted = known & (j < committed)[None, :]
+    tl.store(start + j[None, :], tl.broadcast_to(((page * TILE + j) * (2 * TILE) + j)[None, :], on.shape), mask=wanted)
+    mine = slot * (2 * TILE) + TILE + j
+    wanted = known & (on != 0)
+    tl.store(start + committed + rank, tl.broadcast_to(mine[None, :], on.shape), mask=wanted)
+    place = tl.arange(0, 2 * TILE)[None, :]
+    wanted = known & (place >= committed + tl.sum(on, 1)[:, None])
+    tl.store(start + place, tl.full(wanted.shape, -1, tl.int64), mask=wanted)
 
 
 @triton.jit
@@ -254,46 +335,45 @@ def own_scores(
     places,
     scale,
     count,
+    columns,
     width,
     index,
+    programs,
     HEADS: tl.constexpr,
     KV: tl.constexpr,
     ROPE: tl.constexpr,
     V: tl.constexpr,
     E: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PRECISE: tl.constexpr,
 ):
-    """Scores of one of a tree row's own two tiles, for 16 heads, and where its latents lie."""
-    tiles: tl.constexpr = (HEADS + NARROW - 1) // NARROW
-    which = index % 2
-    tile = index // 2 % tiles
-    row = index // (2 * tiles)
-    span = row // count
-    context = tl.load(contexts + span)
-    j = tl.arange(0, 64)
-    on = (tl.load(ancestors + row) >> j.to(tl.int64)) & 1
-    on = tl.where(j < count, on.to(tl.int32), 0)
-    rank = tl.cumsum(on, 0) - on  # how many ancestors come before row j of the span
-    own = tl.load(slots + span * count + j, mask=on != 0, other=0)
-    first = context // TILE * TILE + which * TILE
+    """Scores of a tile of columns on all keys that are some row's own, and which those are.
+
+    scores [R * HEADS, 128]: the open tile's 64 keys, then the span's rows. Each row picks its
+    ancestors among them by its places: a score depends on its row and key alone.
+    """
+    tiles = tl.cdiv(count * HEADS, COLUMNS)
     k = tl.arange(0, TILE)
-    key = first + k
-    committed = key < context
-    page = tl.load(pages + span.to(tl.int64) * width + first // TILE, mask=first < context, other=0)
-    mine = (on[None, :] != 0) & (rank[None, :] == (key - context)[:, None])
-    gathered = tl.sum(tl.where(mine, own[None, :], 0), 1)
-    slot = tl.where(committed, page.to(tl.int64) * TILE + k, gathered)
-    wanted = key < context + tl.sum(on, 0)
-    tl.store(places + row * (2 * TILE) + which * TILE + k, tl.where(wanted, slot, -1))
-    head = tile * NARROW + tl.arange(0, NARROW)
-    column = row * HEADS + head
-    known = head < HEADS
-    offset = column * (KV + ROPE)
-    q_latent, q_rope = load_rows(query, offset, known, KV, ROPE, V, E, True)
-    latent, rope = load_rows(latents, slot * (KV + ROPE), wanted, KV, ROPE, V, E, True)
-    s = score(q_latent, q_rope, latent, rope, scale, False, PRECISE)
-    at = scores + (column * (2 * TILE) + which * TILE)[:, None] + k[None, :]
-    tl.store(at, s, mask=known[:, None])
+    for unit in tl.range(index, columns // (count * HEADS) * tiles * 2, programs, num_stages=1):
+        which = unit % 2
+        tile = unit // 2 % tiles
+        span = unit // (2 * tiles)
+        context = tl.load(contexts + span)
+        inside = tile * COLUMNS + tl.arange(0, COLUMNS)
+        known = inside < count * HEADS
+        column = span * count * HEADS + inside
+        committed = context % TILE
+        at = pages + span.to(tl.int64) * width + context // TILE
+        page = tl.load(at, mask=committed > 0, other=0).to(tl.int64)
+        slot = tl.load(slots + span * count + k, mask=k < count, other=0)
+        key = tl.where(which == 0, page * TILE + k, slot)
+        wanted = k < tl.where(which == 0, committed, count)
+        q_latent, q_rope = load_rows(query, column * (KV + ROPE), known, KV, ROPE, V, E, True)
+        latent, rope = load_rows(latents, key * (KV + ROPE), wanted, KV, ROPE, V, E, True)
+        s = score(q_latent, q_rope, latent, rope, scale, False, PRECISE)
+        tl.store(scores + ((column * 2 + which) * TILE)[:, None] + k[None, :], s, mask=known[:, None])
+        if which == 1:
+            own_places(places, ancestors, slot, page, context, count, span, tile, HEADS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["first", "count", "columns", "width", "chunks", "shared"])
@@ -327,10 +407,11 @@ def partials(
     STAGES: tl.constexpr,
     APART: tl.constexpr,
     AHEAD: tl.constexpr,
+    PTX: tl.constexpr,
     PRECISE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs 0..shared-1 take blocks in pages, for all rows; the rest one own tile each.
+    """Programs 0..shared-1 take blocks in pages; the rest, trees only, the rows' own keys.
 
     query [S * count, HEADS, D], slots [S * count] int64, contexts [S], pages [S, width] int32,
     ancestors [S * count] int64 (unused if CAUSAL); first: rows of a causal run before these.
@@ -364,6 +445,7 @@ def partials(
             STAGES,
             APART,
             AHEAD,
+            PTX,
             PRECISE,
         )
     elif not CAUSAL:
@@ -378,13 +460,16 @@ def partials(
             places,
             scale,
             count,
+            columns,
             width,
             index - shared,
+            tl.num_programs(0) - shared,
             HEADS,
             KV,
             ROPE,
             V,
             E,
+            COLUMNS,
             PRECISE,
         )
 
@@ -416,10 +501,11 @@ def read_own(
     """One of a tree row's own tiles: scores [C, 64], value [64, W], visible [C, 64]."""
     k = tl.arange(0, TILE)
     place = tl.load(places + row * (2 * TILE) + WHICH * TILE + k)
-    at = scores + (column * (2 * TILE) + WHICH * TILE)[:, None] + k[None, :]
-    s = tl.load(at, mask=known[:, None], other=0.0)
+    slot = place // (2 * TILE) * (KV + ROPE)
+    at = scores + (column * (2 * TILE))[:, None] + (place % (2 * TILE))[None, :]
+    s = tl.load(at, mask=known[:, None] & (place >= 0)[None, :], other=0.0)
     inside = (place >= 0)[:, None] & (d < KV)[None, :]
-    value = tl.load(latents + (place * (KV + ROPE))[:, None] + d[None, :], mask=inside, other=0.0)
+    value = tl.load(latents + slot[:, None] + d[None, :], mask=inside, other=0.0)
     return s, value, tl.broadcast_to((place >= 0)[None, :], s.shape)
 
 

@@ -37,7 +37,7 @@ class Tiling:
     stages: int = 2
     apart: bool = False
     ahead: bool = False
-    waves: int = 8
+    waves: int = 1
     fold_width: int = 64
     fold_batch: int = 8
     fold_heads: int = 16
@@ -145,8 +145,7 @@ def _launch(
     places = plan.slots.new_empty(0 if causal else rows, _OWN_KEYS)
 
     tiles = spans * -(-count * heads // cut.columns)
-    chunks = max(1, min(parts, cut.waves * multiprocessors(query.device) // tiles))
-    own = 0 if causal else rows * 2 * -(-heads // 16)
+    chunks, own = _programs(tiles, parts, causal, cut.waves * multiprocessors(query.device))
     ancestors = plan.slots if table.ancestors is None else table.ancestors
     rounded = scale * math.log2(math.e)
     options = {"PRECISE": precise(query), **launch_options(query)}
@@ -155,7 +154,7 @@ def _launch(
         scores, places, rounded, first, count, columns, pages, chunks, tiles * chunks,
         HEADS=heads, KV=value_dim, ROPE=width - value_dim, V=max(16, _power(value_dim)),
         E=max(16, _power(width - value_dim)), ZONES=cut.zones, CAUSAL=causal,
-        COLUMNS=cut.columns, STAGES=cut.stages, APART=cut.apart, AHEAD=cut.ahead,
+        COLUMNS=cut.columns, STAGES=cut.stages, APART=cut.apart, AHEAD=cut.ahead, PTX=options["PDL"],
         num_warps=cut.warps, **options,
     )  # fmt: skip
     folded = min(cut.fold_heads, _power(heads))
@@ -165,6 +164,17 @@ def _launch(
         columns, HEADS=heads, KV=value_dim, ROPE=width - value_dim, ZONES=cut.zones, CAUSAL=causal,
         FOLDED=folded, WIDTH=wide, BATCH=cut.fold_batch, num_warps=cut.fold_warps, **options,
     )  # fmt: skip
+
+
+def _programs(tiles: int, parts: int, causal: bool, places: int) -> tuple[int, int]:
+    """(chunks of each tile's blocks, programs of the rows' own keys) for so many at a time.
+
+    Together they fill the places, and no more: a program that waits for a place begins when the
+    others have almost ended. Own keys are two units of work a tile, shorter than a chunk's.
+    """
+    units = 0 if causal else 2 * tiles
+    chunks = max(1, min(parts, (places - min(units, 4)) // tiles))
+    return chunks, min(units, max(places - tiles * chunks, -(-units // 8)))
 
 
 def _power(n: int) -> int:
