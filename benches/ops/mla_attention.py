@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from before import launch as before
 from torch import Tensor
 
-from kdtree_engine.kernels.mla_attention.blocks import zones
-from kdtree_engine.kernels.mla_attention.launch import ZONES, Tiling, attend, tiling
+from kdtree_engine.kernels.mla_attention.launch import Tiling, attend, tiling
 from kdtree_engine.kernels.mla_attention.plan import TILE, TablePlan
 from kdtree_engine.types import SpanTable
 from ops.base import Variant
@@ -18,28 +18,23 @@ HEADS, KV, ROPE = 8, 512, 64
 SCALE = 0.14467963
 ROWS = (1, 8, 16, 32, 64)
 CONTEXTS = (4096, 32768, 131072)
-LONGER = zones(((4096, 128), (8192, 256), (32768, 512), (1 << 30, 2048)))
-"""Other blocks, with other bits: half as many parts to write and fold beyond 32,768 keys."""
+PAGES = 4096
+"""Width of the page table, as an engine's for 262,144 positions: blocks that no key fills."""
 WIDE = Tiling(64, apart=True, ahead=True)
 FEW = (
     Tiling(16, stages=3, ahead=True, fold_heads=2, fold_batch=16),
-    Tiling(16, stages=3, fold_heads=1, fold_width=128),
-    Tiling(16, stages=3, fold_heads=2, fold_width=64, fold_batch=8),
-    Tiling(16, stages=3, fold_heads=4, fold_width=32, fold_batch=16),
     Tiling(16, stages=3, fold_heads=8, fold_width=32, fold_batch=16),
     replace(WIDE, fold_heads=2, fold_batch=16),
+    replace(WIDE, fold_heads=2, fold_batch=16, short=16),
     replace(WIDE, fold_width=32, fold_batch=16),
-    WIDE,
 )
 MANY = (
-    Tiling(32, stages=3),
-    Tiling(64),
-    replace(WIDE, ahead=False),
-    replace(WIDE, apart=False),
     WIDE,
-    replace(WIDE, waves=24),
-    replace(WIDE, fold_width=128),
-    replace(WIDE, fold_batch=16),
+    replace(WIDE, ahead=False),
+    replace(WIDE, waves=2),
+    replace(WIDE, fold_width=32),
+    replace(WIDE, fold_width=128, fold_warps=8),
+    replace(WIDE, fold_heads=2, fold_width=128, fold_batch=16),
 )
 
 
@@ -56,6 +51,7 @@ class _Problem:
         self.query = torch.randn(rows, HEADS, KV + ROPE, generator=make, device="cuda") * 0.3
         self.query = self.query.bfloat16()
         order = torch.randperm(pages - 1, generator=make, device="cuda").int()
+        order = torch.cat((order, order.new_zeros(PAGES - order.shape[0])))
         masks = torch.tensor([(2 << row) - 1 for row in range(min(rows, 63))], device="cuda")
         if rows == 64:
             masks = torch.cat((masks, masks.new_full((1,), -1)))
@@ -64,8 +60,12 @@ class _Problem:
         table = SpanTable(contexts, order[None].contiguous(), masks[None])
         self.plan = TablePlan(table, self.slots, rows)
 
-    def run(self, layer: int, cut: Tiling) -> Tensor:
-        return attend(self.query, self.latents[layer], self.plan, SCALE, KV, cut)
+    def run(self, layer: int, cut: Tiling | None) -> Tensor:
+        """cut None: the kernels before."""
+        latents = self.latents[layer]
+        if cut is None:
+            return before.attend(self.query, latents, self.plan, SCALE, KV)
+        return attend(self.query, latents, self.plan, SCALE, KV, cut)
 
     def truth(self) -> Tensor:
         """float32 result of layer 0."""
@@ -82,7 +82,7 @@ class _Problem:
         return torch.stack(out)
 
 
-def _check(problem: _Problem, cut: Tiling, expected: list[Tensor]) -> str | None:
+def _check(problem: _Problem, cut: Tiling | None, expected: list[Tensor]) -> str | None:
     result = problem.run(0, cut)
     if not expected:
         truth = problem.truth()
@@ -90,17 +90,27 @@ def _check(problem: _Problem, cut: Tiling, expected: list[Tensor]) -> str | None
         if not error < 6e-3:
             return f"relative error {error:.1e}"
         expected.append(result)
-    return None if torch.equal(result, expected[0]) else "not the bits of the first variant"
+    return None if torch.equal(result, expected[0]) else "not the bits of the kernels before"
 
 
-def _variant(problem: _Problem, context: int, cut: Tiling, expected: list[Tensor]) -> Variant:
-    rows = problem.plan.rows
-    blocks = "" if cut.zones == ZONES else " blocks 2048"
-    return Variant(
-        f"mla_attention rows {rows} context {context}: {cut.columns} columns {cut.warps} warps "
+def _name(cut: Tiling | None) -> str:
+    if cut is None:
+        return "before"
+    width = f"{cut.columns} columns" + (f" short {cut.short}" if cut.short < cut.columns else "")
+    return (
+        f"{width} {cut.warps} warps "
         f"{'apart ' if cut.apart else ''}{'ahead ' if cut.ahead else ''}{cut.stages} stages "
         f"waves {cut.waves} fold {cut.fold_width} of {cut.fold_heads} x {cut.fold_batch} "
-        f"by {cut.fold_warps}{blocks}",
+        f"by {cut.fold_warps}"
+    )
+
+
+def _variant(
+    problem: _Problem, context: int, cut: Tiling | None, expected: list[Tensor]
+) -> Variant:
+    rows = problem.plan.rows
+    return Variant(
+        f"mla_attention rows {rows} context {context}: {_name(cut)}",
         lambda layer: problem.run(layer, cut),
         lambda: _check(problem, cut, expected),
         problem.layers,
@@ -110,7 +120,7 @@ def _variant(problem: _Problem, context: int, cut: Tiling, expected: list[Tensor
 
 
 def variants() -> Iterator[Variant]:
-    """Every sensible cut of every shape; the one in use comes first."""
+    """The kernels before, the tiling in use, then others: all must have the same bits."""
     for context in CONTEXTS:
         for rows in ROWS:
             problem, expected = _Problem(rows, context), list[Tensor]()
@@ -118,7 +128,5 @@ def variants() -> Iterator[Variant]:
             small = torch.cuda.get_device_capability() >= (12, 0)
             chosen = tiling(columns, small)
             cuts = [chosen] if small else [chosen, *(FEW if columns <= 64 else MANY)]
-            for cut in dict.fromkeys(cuts):
+            for cut in (None, *dict.fromkeys(cuts)):
                 yield _variant(problem, context, cut, expected)
-            if context > 32768:
-                yield _variant(problem, context, replace(chosen, zones=LONGER), [])

@@ -24,13 +24,16 @@ Two launches. `partials`: a program takes whole blocks of one tile of columns an
 (m, n, a). Of a tree these are the committed keys up to the last tile border; so the block that is
 open there is a state, not yet a part. The keys behind (at most 63 committed ones and 64 ancestors,
 so two tiles, gathered such that position q lies at offset q % 64 of tile q // 64) are each row's
-own: further programs compute their scores and where their latents lie. `combine`, per row and
+own: further programs score the open tile's keys and the span's rows, for all rows alike, and say
+which of them a row sees, and where in its two tiles. `combine`, per row and
 slice of value columns, folds the blocks, goes on from the stored state through the row's own
 two tiles (which end at most two blocks), folds these and divides. Of a causal run all keys lie in
 pages, rows mask what follows them, and `combine` only folds.
 
 values [parts, R * HEADS, KV], high and mass [parts, R * HEADS] float32 hold a, m and n of a block;
-scores [R * HEADS, 128] float32 and places [R, 128] int64 the own tiles', -1 where no key is.
+scores [R * HEADS, 128] float32: of the open tile's 64 keys, then of the span's rows; places
+[R, 128] int64: the key at each place of a row's two tiles, slot * 128 + its column of `scores`, or
+-1 where there is none.
 """
 
 from __future__ import annotations
@@ -248,7 +251,7 @@ def shared_blocks(
         length = context // TILE * TILE
     blocks = tl.where(length > 0, block_of(length - 1, ZONES) + 1, 0)
     steps = chunk - chunk  # a scalar loop: a vector's sum is not uniform to the compiler
-    for turn in range(0, tl.cdiv(blocks, chunks)):
+    for turn in range(tl.cdiv(blocks, chunks)):
         _, t, end = block_at(turn, chunk, chunks, blocks, length, ZONES)
         steps += end - t
     offset = column * (KV + ROPE)
@@ -264,10 +267,10 @@ def shared_blocks(
     block, t, end = block_at(turn, chunk, chunks, blocks, length, ZONES)
     following = tl.load(table + t)
     for _ in tl.range(0, steps, num_stages=STAGES):
-        page, now, here, last = following, t, block, t + 1 >= end
-        turn += last.to(tl.int32)
+        page, now, here, ended = following, t, block, t + 1 >= end
+        turn += ended.to(tl.int32)
         block, start, end = block_at(turn, chunk, chunks, blocks, length, ZONES)
-        t = tl.where(last, start, t + 1)
+        t = tl.where(ended, start, t + 1)
         following = tl.load(table + t)  # a tile ahead of the keys that it leads to
         key = now * TILE + k
         keys = latents + page.to(tl.int64) * (TILE * (KV + ROPE))
@@ -282,7 +285,7 @@ def shared_blocks(
         else:
             s = score(q_latent, q_rope, latent, rope, scale, APART, PRECISE)
             m, n, a = add_tile(s, latent, visible, scale, m, n, a, CAUSAL, PRECISE)
-        if last:
+        if ended:
             at = here * columns + column
             tl.store(high + at, m, mask=known)
             tl.store(mass + at, tl.max(n, 1), mask=known)
@@ -294,17 +297,24 @@ def shared_blocks(
 
 @triton.jit
 def own_places(
-    places, ancestors, slot, page, context, count, span, tile, HEADS: tl.constexpr,
+    places,
+    ancestors,
+    slot,
+    page,
+    context,
+    count,
+    span,
+    tile,
+    HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):  # fmt: skip
+    ROWS: tl.constexpr,
+):
     """Where the keys of a column tile's rows lie: 128 a row, from the last tile border on.
 
     A place is slot * 128 + i, i as in the scores; -1 where no key is. slot [64]: the span's rows.
-    Rows that lie in two tiles of columns are written twice, alike.
+    ROWS: rows that a tile of columns can meet. A row in two tiles is written twice, alike.
     """
-    ROWS: tl.constexpr = triton.next_power_of_2((COLUMNS + HEADS - 1) // HEADS + 1)
-    EVEN: tl.constexpr = COLUMNS // HEADS if COLUMNS % HEADS == 0 else ROWS
-    row = tile * COLUMNS // HEADS + tl.arange(0, EVEN)
+    row = tile * COLUMNS // HEADS + tl.arange(0, ROWS)
     known = ((row < count) & (row * HEADS < (tile + 1) * COLUMNS))[:, None]
     j = tl.arange(0, TILE)
     bits = tl.load(ancestors + span * count + row, mask=row < count, other=0)
@@ -314,7 +324,8 @@ def own_places(
     committed = context % TILE
     start = places + ((span * count + row) * (2 * TILE))[:, None]
     wanted = known & (j < committed)[None, :]
-    tl.store(start + j[None, :], tl.broadcast_to(((page * TILE + j) * (2 * TILE) + j)[None, :], on.shape), mask=wanted)
+    shared = (page * TILE + j) * (2 * TILE) + j
+    tl.store(start + j[None, :], tl.broadcast_to(shared[None, :], on.shape), mask=wanted)
     mine = slot * (2 * TILE) + TILE + j
     wanted = known & (on != 0)
     tl.store(start + committed + rank, tl.broadcast_to(mine[None, :], on.shape), mask=wanted)
@@ -345,6 +356,7 @@ def own_scores(
     V: tl.constexpr,
     E: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
     PRECISE: tl.constexpr,
 ):
     """Scores of a tile of columns on all keys that are some row's own, and which those are.
@@ -358,22 +370,25 @@ def own_scores(
         which = unit % 2
         tile = unit // 2 % tiles
         span = unit // (2 * tiles)
-        context = tl.load(contexts + span)
         inside = tile * COLUMNS + tl.arange(0, COLUMNS)
         known = inside < count * HEADS
         column = span * count * HEADS + inside
+        q_latent, q_rope = load_rows(query, column * (KV + ROPE), known, KV, ROPE, V, E, True)
+        slot = tl.load(slots + span * count + k, mask=k < count, other=0)
+        context = tl.load(contexts + span)
         committed = context % TILE
         at = pages + span.to(tl.int64) * width + context // TILE
         page = tl.load(at, mask=committed > 0, other=0).to(tl.int64)
-        slot = tl.load(slots + span * count + k, mask=k < count, other=0)
         key = tl.where(which == 0, page * TILE + k, slot)
         wanted = k < tl.where(which == 0, committed, count)
-        q_latent, q_rope = load_rows(query, column * (KV + ROPE), known, KV, ROPE, V, E, True)
         latent, rope = load_rows(latents, key * (KV + ROPE), wanted, KV, ROPE, V, E, True)
         s = score(q_latent, q_rope, latent, rope, scale, False, PRECISE)
-        tl.store(scores + ((column * 2 + which) * TILE)[:, None] + k[None, :], s, mask=known[:, None])
+        at = scores + ((column * 2 + which) * TILE)[:, None] + k[None, :]
+        tl.store(at, s, mask=known[:, None])
         if which == 1:
-            own_places(places, ancestors, slot, page, context, count, span, tile, HEADS, COLUMNS)
+            own_places(
+                places, ancestors, slot, page, context, count, span, tile, HEADS, COLUMNS, ROWS
+            )
 
 
 @triton.jit(do_not_specialize=["first", "count", "columns", "width", "chunks", "shared"])
@@ -408,6 +423,9 @@ def partials(
     APART: tl.constexpr,
     AHEAD: tl.constexpr,
     PTX: tl.constexpr,
+    SHORT: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ROWS: tl.constexpr,
     PRECISE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -415,63 +433,33 @@ def partials(
 
     query [S * count, HEADS, D], slots [S * count] int64, contexts [S], pages [S, width] int32,
     ancestors [S * count] int64 (unused if CAUSAL); first: rows of a causal run before these.
+    One span of up to LIMIT committed keys goes in tiles of SHORT columns, if these are fewer.
     """
     begin(PDL)
     index = tl.program_id(0)
     if index < shared:
-        shared_blocks(
-            query,
-            latents,
-            contexts,
-            pages,
-            values,
-            high,
-            mass,
-            scale,
-            first,
-            count,
-            columns,
-            width,
-            chunks,
-            index,
-            HEADS,
-            KV,
-            ROPE,
-            V,
-            E,
-            ZONES,
-            CAUSAL,
-            COLUMNS,
-            STAGES,
-            APART,
-            AHEAD,
-            PTX,
-            PRECISE,
-        )
+        narrow = False
+        if SHORT < COLUMNS:
+            narrow = (columns == count * HEADS) & (tl.load(contexts) <= LIMIT)
+            tiles = tl.cdiv(columns, SHORT)
+            if narrow & (index < shared // tiles * tiles):
+                shared_blocks(
+                    query, latents, contexts, pages, values, high, mass, scale, first, count,
+                    columns, width, shared // tiles, index, HEADS, KV, ROPE, V, E, ZONES, CAUSAL,
+                    SHORT, 3, False, False, PTX, PRECISE,
+                )  # fmt: skip
+        if narrow == 0:
+            shared_blocks(
+                query, latents, contexts, pages, values, high, mass, scale, first, count, columns,
+                width, chunks, index, HEADS, KV, ROPE, V, E, ZONES, CAUSAL, COLUMNS, STAGES, APART,
+                AHEAD, PTX, PRECISE,
+            )  # fmt: skip
     elif not CAUSAL:
         own_scores(
-            query,
-            latents,
-            slots,
-            contexts,
-            pages,
-            ancestors,
-            scores,
-            places,
-            scale,
-            count,
-            columns,
-            width,
-            index - shared,
-            tl.num_programs(0) - shared,
-            HEADS,
-            KV,
-            ROPE,
-            V,
-            E,
-            COLUMNS,
-            PRECISE,
-        )
+            query, latents, slots, contexts, pages, ancestors, scores, places, scale, count,
+            columns, width, index - shared, tl.num_programs(0) - shared, HEADS, KV, ROPE, V, E,
+            COLUMNS, ROWS, PRECISE,
+        )  # fmt: skip
 
 
 @triton.jit

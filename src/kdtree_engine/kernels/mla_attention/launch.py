@@ -17,6 +17,7 @@ ZONES = zones()
 # Partial values of a pass: more rows go in several. A tree is never cut, nor fewer than 64 rows of
 # a run, so 64 heads and the widest table (262,144 positions) still take 2.7 GB.
 _MOST_BYTES = 1 << 29
+_SHORT_CONTEXT = 6144  # keys; see Tiling.short
 _OWN_KEYS = 2 * TILE  # a tree row's: 63 committed keys and 64 ancestors at most
 
 
@@ -26,10 +27,11 @@ class Tiling:
 
     columns: rows x heads a program takes at once. apart: of 8 warps, each half computes the scores
     of half of the keys (else both compute all, if columns are 64). ahead: the next tile's copies
-    start before the products of this one. waves: programs a device is given at once, in SMs.
-    fold_width, fold_heads, fold_warps: value columns, heads and warps of a program of `combine`;
-    fold_batch: blocks that it reads at once. zones: the blocks, not a free choice; benches alone
-    try others.
+    start before the products of this one. short: columns instead, if fewer, of a request alone
+    whose context is short, where wide tiles would leave most of the device idle. waves: programs a
+    device is given at once, in SMs. fold_width, fold_heads, fold_warps: value columns, heads and
+    warps of a program of `combine`; fold_batch: blocks that it reads at once. zones: the blocks,
+    not a free choice; benches alone try others.
     """
 
     columns: int
@@ -37,6 +39,7 @@ class Tiling:
     stages: int = 2
     apart: bool = False
     ahead: bool = False
+    short: int = 64
     waves: int = 1
     fold_width: int = 64
     fold_batch: int = 8
@@ -145,7 +148,9 @@ def _launch(
     places = plan.slots.new_empty(0 if causal else rows, _OWN_KEYS)
 
     tiles = spans * -(-count * heads // cut.columns)
-    chunks, own = _programs(tiles, parts, causal, cut.waves * multiprocessors(query.device))
+    short = min(cut.short, cut.columns)
+    most = parts * -(-cut.columns // short)
+    chunks, own = _programs(tiles, most, causal, cut.waves * multiprocessors(query.device))
     ancestors = plan.slots if table.ancestors is None else table.ancestors
     rounded = scale * math.log2(math.e)
     options = {"PRECISE": precise(query), **launch_options(query)}
@@ -154,7 +159,9 @@ def _launch(
         scores, places, rounded, first, count, columns, pages, chunks, tiles * chunks,
         HEADS=heads, KV=value_dim, ROPE=width - value_dim, V=max(16, _power(value_dim)),
         E=max(16, _power(width - value_dim)), ZONES=cut.zones, CAUSAL=causal,
-        COLUMNS=cut.columns, STAGES=cut.stages, APART=cut.apart, AHEAD=cut.ahead, PTX=options["PDL"],
+        COLUMNS=cut.columns, STAGES=cut.stages, APART=cut.apart, AHEAD=cut.ahead,
+        PTX=query.device.type != "cpu" and not precise(query) and value_dim % 2 == 0,
+        SHORT=short, LIMIT=_SHORT_CONTEXT, ROWS=_rows_met(cut.columns, heads),
         num_warps=cut.warps, **options,
     )  # fmt: skip
     folded = min(cut.fold_heads, _power(heads))
@@ -166,15 +173,23 @@ def _launch(
     )  # fmt: skip
 
 
-def _programs(tiles: int, parts: int, causal: bool, places: int) -> tuple[int, int]:
-    """(chunks of each tile's blocks, programs of the rows' own keys) for so many at a time.
+def _programs(tiles: int, most: int, causal: bool, places: int) -> tuple[int, int]:
+    """(chunks of each tile's blocks, up to `most`; programs of own keys), so many at a time.
 
     Together they fill the places, and no more: a program that waits for a place begins when the
-    others have almost ended. Own keys are two units of work a tile, shorter than a chunk's.
+    others have almost ended. Own keys are two units of work a tile, shorter than a chunk's. Where
+    so few chunks would not fill the places, there are many smaller ones.
     """
+    if tiles > places // 4:
+        places *= 8
     units = 0 if causal else 2 * tiles
-    chunks = max(1, min(parts, (places - min(units, 4)) // tiles))
+    chunks = max(1, min(most, (places - min(units, 4)) // tiles))
     return chunks, min(units, max(places - tiles * chunks, -(-units // 8)))
+
+
+def _rows_met(columns: int, heads: int) -> int:
+    """A power of two; as many rows as a tile of columns can hold parts of."""
+    return columns // heads if columns % heads == 0 else _power((columns - 2) // heads + 2)
 
 
 def _power(n: int) -> int:

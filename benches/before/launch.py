@@ -1,0 +1,172 @@
+"""Launches of the attention kernels: how a step's work is cut. No choice here changes a result."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kdtree_engine.kernels.launch import launch_options, multiprocessors, precise, small_memory
+from kdtree_engine.kernels.mla_attention.blocks import Zones, block_of, zones
+from kdtree_engine.kernels.mla_attention.plan import TILE, TablePlan
+from kdtree_engine.types import SpanTable
+
+ZONES = zones()
+# Partial values of a pass: more rows go in several. A tree is never cut, nor fewer than 64 rows of
+# a run, so 64 heads and the widest table (262,144 positions) still take 2.7 GB.
+_MOST_BYTES = 1 << 29
+_OWN_KEYS = 2 * TILE  # a tree row's: 63 committed keys and 64 ancestors at most
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the kernels cut the work.
+
+    columns: rows x heads a program takes at once. apart: of 8 warps, each half computes the scores
+    of half of the keys (else both compute all, if columns are 64). ahead: the next tile's copies
+    start before the products of this one. waves: programs a device is given at once, in SMs.
+    fold_width, fold_heads, fold_warps: value columns, heads and warps of a program of `combine`;
+    fold_batch: blocks that it reads at once. zones: the blocks, not a free choice; benches alone
+    try others.
+    """
+
+    columns: int
+    warps: int = 8
+    stages: int = 2
+    apart: bool = False
+    ahead: bool = False
+    waves: int = 8
+    fold_width: int = 64
+    fold_batch: int = 8
+    fold_heads: int = 16
+    fold_warps: int = 4
+    zones: Zones = ZONES
+
+
+def tiling(columns: int, small_memory: bool) -> Tiling:
+    """The tiling for spans of `columns` rows x heads, from benches/kernels.py on an H200.
+
+    small_memory: a program has 99 KB (sm_120), one tile of K2.6 keys and 16 columns.
+    """
+    if small_memory:
+        return Tiling(16)
+    if columns <= 16:  # narrow slices, many reads in flight: few programs fold
+        return Tiling(16, stages=3, fold_width=64, fold_batch=16, fold_heads=2)
+    few = columns <= 128
+    return Tiling(
+        64, apart=True, ahead=True, fold_batch=16 if few else 8, fold_heads=2 if few else 16
+    )
+
+
+def attend(
+    query: Tensor,
+    latents: Tensor,
+    plan: TablePlan,
+    scale: float,
+    value_dim: int,
+    cut: Tiling | None = None,
+) -> Tensor:
+    """See `mla_attention`; `cut` replaces the tiling, for tests and benches."""
+    rows, heads, width = query.shape
+    spans = int(plan.spans.contexts.shape[0])
+    assert latents.shape[1:] == (TILE, width), (query.shape, latents.shape)
+    assert query.dtype == latents.dtype and latents.is_contiguous()
+    assert rows == plan.rows and rows % spans == 0 and 0 < value_dim < width
+    assert plan.spans.contexts.dtype == torch.int32 and plan.spans.pages.dtype == torch.int32
+    assert plan.spans.pages.shape[0] == spans and plan.spans.pages.is_contiguous()
+    assert plan.slots.shape == (rows,) and plan.slots.dtype == torch.int64
+    tree = plan.spans.ancestors
+    count = rows // spans
+    if tree is None:
+        assert spans == 1
+    else:
+        assert tree.shape == (spans, count) and count <= 64 and tree.dtype == torch.int64
+        assert tree.is_contiguous()
+    out = query.new_empty(rows, heads, value_dim)
+    query = query.contiguous()
+    cut = cut or tiling(count * heads, small_memory(query.device))
+    for places, first, end in _passes(plan.spans, count, heads * value_dim * 4, cut):
+        own = slice(places.start * count + first, (places.stop - 1) * count + end)
+        table = SpanTable(
+            plan.spans.contexts[places],
+            plan.spans.pages[places],
+            None if tree is None else tree[places],
+        )
+        pass_plan = TablePlan(table, plan.slots[own], own.stop - own.start)
+        _launch(query[own], latents, pass_plan, scale, out[own], cut, first)
+    return out
+
+
+def _most_parts(pages: int, table: Zones) -> int:
+    """Most blocks that a span of a table `pages` wide can have, and the one its tail begins."""
+    return block_of(pages * TILE, table) + 1
+
+
+def _passes(
+    spans: SpanTable, count: int, row_bytes: int, cut: Tiling
+) -> list[tuple[slice, int, int]]:
+    """(spans, first row, end row) of each pass, so that a pass's partial values fit.
+
+    Trees go whole, as many spans at a time as fit; a causal run goes in cuts of its rows.
+    """
+    total, width = spans.pages.shape
+    fit = max(1, _MOST_BYTES // (row_bytes * _most_parts(width, cut.zones)))
+    if spans.ancestors is not None:
+        step = max(1, fit // count)
+        return [(slice(s, min(s + step, total)), 0, count) for s in range(0, total, step)]
+    fit = max(64, fit // 64 * 64)
+    return [(slice(0, 1), first, min(first + fit, count)) for first in range(0, count, fit)]
+
+
+def _launch(
+    query: Tensor,
+    latents: Tensor,
+    plan: TablePlan,
+    scale: float,
+    out: Tensor,
+    cut: Tiling,
+    first: int = 0,
+) -> None:
+    """One pass. query, out: its rows; plan likewise; first: rows of a causal run before them."""
+    from before import kernel
+
+    rows, heads, width = query.shape
+    value_dim, table = out.shape[2], plan.spans
+    spans, pages = table.pages.shape
+    count, columns = rows // spans, rows * heads
+    causal = table.ancestors is None
+    parts = _most_parts(pages, cut.zones)
+    assert parts * columns * value_dim < 1 << 31, (parts, columns)  # offsets of 32 bits
+    values = query.new_empty(parts, columns, value_dim, dtype=torch.float32)
+    high, mass = query.new_empty(2, parts, columns, dtype=torch.float32)
+    scores = query.new_empty(0 if causal else columns, _OWN_KEYS, dtype=torch.float32)
+    places = plan.slots.new_empty(0 if causal else rows, _OWN_KEYS)
+
+    tiles = spans * -(-count * heads // cut.columns)
+    chunks = max(1, min(parts, cut.waves * multiprocessors(query.device) // tiles))
+    own = 0 if causal else rows * 2 * -(-heads // 16)
+    ancestors = plan.slots if table.ancestors is None else table.ancestors
+    rounded = scale * math.log2(math.e)
+    options = {"PRECISE": precise(query), **launch_options(query)}
+    kernel.partials[(tiles * chunks + own,)](
+        query, latents, plan.slots, table.contexts, table.pages, ancestors, values, high, mass,
+        scores, places, rounded, first, count, columns, pages, chunks, tiles * chunks,
+        HEADS=heads, KV=value_dim, ROPE=width - value_dim, V=max(16, _power(value_dim)),
+        E=max(16, _power(width - value_dim)), ZONES=cut.zones, CAUSAL=causal,
+        COLUMNS=cut.columns, STAGES=cut.stages, APART=cut.apart, AHEAD=cut.ahead,
+        num_warps=cut.warps, **options,
+    )  # fmt: skip
+    folded = min(cut.fold_heads, _power(heads))
+    wide = min(cut.fold_width, max(16, _power(value_dim)))
+    kernel.combine[(rows * -(-heads // folded), -(-value_dim // wide))](
+        values, high, mass, scores, places, latents, out, table.contexts, rounded, first, count,
+        columns, HEADS=heads, KV=value_dim, ROPE=width - value_dim, ZONES=cut.zones, CAUSAL=causal,
+        FOLDED=folded, WIDTH=wide, BATCH=cut.fold_batch, num_warps=cut.fold_warps, **options,
+    )  # fmt: skip
+
+
+def _power(n: int) -> int:
+    """The least power of two from n on."""
+    return 1 << (n - 1).bit_length()
