@@ -21,20 +21,20 @@ CONTEXTS = (4096, 32768, 131072)
 PAGES = 4096
 """Width of the page table, as an engine's for 262,144 positions: blocks that no key fills."""
 WIDE = Tiling(64, apart=True, ahead=True)
+# Few kernels, as each takes seconds to compile; waves are no constant of theirs.
 FEW = (
-    Tiling(16, stages=3, ahead=True, fold_heads=2, fold_batch=16),
-    Tiling(16, stages=3, fold_heads=8, fold_width=32, fold_batch=16),
+    Tiling(16, stages=3, fold_heads=2, fold_batch=16),
     replace(WIDE, fold_heads=2, fold_batch=16),
     replace(WIDE, fold_heads=2, fold_batch=16, short=16),
-    replace(WIDE, fold_width=32, fold_batch=16),
+    replace(WIDE, fold_heads=2, fold_batch=16, tma=True),
+    replace(WIDE, fold_heads=8, fold_width=32, fold_batch=16),
 )
 MANY = (
     WIDE,
-    replace(WIDE, ahead=False),
+    replace(WIDE, tma=True),
     replace(WIDE, waves=2),
-    replace(WIDE, fold_width=32),
-    replace(WIDE, fold_width=128, fold_warps=8),
-    replace(WIDE, fold_heads=2, fold_width=128, fold_batch=16),
+    replace(WIDE, fold_heads=2, fold_batch=16),
+    replace(WIDE, fold_heads=8, fold_width=32, fold_batch=16),
 )
 
 
@@ -97,11 +97,10 @@ def _name(cut: Tiling | None) -> str:
     if cut is None:
         return "before"
     width = f"{cut.columns} columns" + (f" short {cut.short}" if cut.short < cut.columns else "")
+    flags = "".join(f"{name} " for name in ("apart", "ahead", "tma") if getattr(cut, name))
     return (
-        f"{width} {cut.warps} warps "
-        f"{'apart ' if cut.apart else ''}{'ahead ' if cut.ahead else ''}{cut.stages} stages "
-        f"waves {cut.waves} fold {cut.fold_width} of {cut.fold_heads} x {cut.fold_batch} "
-        f"by {cut.fold_warps}"
+        f"{width} {cut.warps} warps {flags}{cut.stages} stages waves {cut.waves} "
+        f"fold {cut.fold_width} of {cut.fold_heads} x {cut.fold_batch} by {cut.fold_warps}"
     )
 
 

@@ -214,6 +214,7 @@ def test_every_cut_has_the_same_bits(
         replace(CUT, columns=64, apart=True, ahead=True, waves=0, fold_batch=3),
         replace(CUT, columns=8, fold_width=8, waves=8),
         replace(CUT, columns=64, short=16),
+        replace(CUT, columns=64, tma=True),
     ):
         assert torch.equal(made.kernels(cut), expected), cut
 

@@ -29,6 +29,7 @@ def cuts() -> tuple[Tiling, ...]:
         Tiling(16, stages=3, ahead=True),
         Tiling(32, stages=3),
         Tiling(64, apart=True, ahead=True),
+        Tiling(64, apart=True, ahead=True, tma=True),
         Tiling(64, apart=True, ahead=True, short=16, waves=8),
         Tiling(64, fold_width=128),
     )

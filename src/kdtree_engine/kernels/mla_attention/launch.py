@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +28,9 @@ class Tiling:
 
     columns: rows x heads a program takes at once. apart: of 8 warps, each half computes the scores
     of half of the keys (else both compute all, if columns are 64). ahead: the next tile's copies
-    start before the products of this one. short: columns instead, if fewer, of a request alone
-    whose context is short, where wide tiles would leave most of the device idle. waves: programs a
+    start before the products of this one. tma: keys come as bulk copies, which one thread starts
+    (trees of unpadded widths, sm_90). short: columns instead, if fewer, of a request alone whose
+    context is short, where wide tiles would leave most of the device idle. waves: programs a
     device is given at once, in SMs. fold_width, fold_heads, fold_warps: value columns, heads and
     warps of a program of `combine`; fold_batch: blocks that it reads at once. zones: the blocks,
     not a free choice; benches alone try others.
@@ -39,6 +41,7 @@ class Tiling:
     stages: int = 2
     apart: bool = False
     ahead: bool = False
+    tma: bool = False
     short: int = 64
     waves: int = 1
     fold_width: int = 64
@@ -154,12 +157,14 @@ def _launch(
     ancestors = plan.slots if table.ancestors is None else table.ancestors
     rounded = scale * math.log2(math.e)
     options = {"PRECISE": precise(query), **launch_options(query)}
+    boxes = _boxes(latents, value_dim) if cut.tma and not causal else (None, None)
     kernel.partials[(tiles * chunks + own,)](
-        query, latents, plan.slots, table.contexts, table.pages, ancestors, values, high, mass,
-        scores, places, rounded, first, count, columns, pages, chunks, tiles * chunks,
+        query, latents, *boxes, plan.slots, table.contexts, table.pages, ancestors, values, high,
+        mass, scores, places, rounded, first, count, columns, pages, chunks, tiles * chunks,
         HEADS=heads, KV=value_dim, ROPE=width - value_dim, V=max(16, _power(value_dim)),
         E=max(16, _power(width - value_dim)), ZONES=cut.zones, CAUSAL=causal,
         COLUMNS=cut.columns, STAGES=cut.stages, APART=cut.apart, AHEAD=cut.ahead,
+        TMA=boxes[0] is not None,
         PTX=query.device.type != "cpu" and not precise(query) and value_dim % 2 == 0,
         SHORT=short, LIMIT=_SHORT_CONTEXT, ROWS=_rows_met(cut.columns, heads),
         num_warps=cut.warps, **options,
@@ -185,6 +190,18 @@ def _programs(tiles: int, most: int, causal: bool, places: int) -> tuple[int, in
     units = 0 if causal else 2 * tiles
     chunks = max(1, min(most, (places - min(units, 4)) // tiles))
     return chunks, min(units, max(places - tiles * chunks, -(-units // 8)))
+
+
+def _boxes(latents: Tensor, value_dim: int) -> tuple[Any, Any]:
+    """Descriptors of 64 keys' latents and rotated parts; None where a part is padded."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    rows = latents.view(-1, latents.shape[2])
+    widths = (value_dim, rows.shape[1] - value_dim)
+    if any(width != max(16, _power(width)) for width in widths):
+        return None, None
+    latent, rope = (TensorDescriptor.from_tensor(rows, [TILE, width]) for width in widths)
+    return latent, rope
 
 
 def _rows_met(columns: int, heads: int) -> int:
