@@ -19,7 +19,6 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -72,8 +71,6 @@ def kind_of(value: Any) -> str:
     """Triton's name of an argument's type."""
     if isinstance(value, Tensor):
         return TYPES[value.dtype]
-    if isinstance(value, TensorDescriptor):
-        return f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
     if isinstance(value, float):
         return "fp32"
     return "i32" if -(2**31) <= value < 2**31 else "i64"

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from before import launch as before
 from torch import Tensor
 
 from kdtree_engine.kernels.mla_attention.launch import Tiling, attend, tiling
@@ -21,18 +20,15 @@ CONTEXTS = (4096, 32768, 131072)
 PAGES = 4096
 """Width of the page table, as an engine's for 262,144 positions: blocks that no key fills."""
 WIDE = Tiling(64, apart=True, ahead=True)
-# Few kernels, as each takes seconds to compile; waves are no constant of theirs.
+# Few kernels, as each takes seconds to compile.
 FEW = (
     Tiling(16, stages=3, fold_heads=2, fold_batch=16),
     replace(WIDE, fold_heads=2, fold_batch=16),
     replace(WIDE, fold_heads=2, fold_batch=16, short=16),
-    replace(WIDE, fold_heads=2, fold_batch=16, tma=True),
     replace(WIDE, fold_heads=8, fold_width=32, fold_batch=16),
 )
 MANY = (
     WIDE,
-    replace(WIDE, tma=True),
-    replace(WIDE, waves=2),
     replace(WIDE, fold_heads=2, fold_batch=16),
     replace(WIDE, fold_heads=8, fold_width=32, fold_batch=16),
 )
@@ -60,12 +56,8 @@ class _Problem:
         table = SpanTable(contexts, order[None].contiguous(), masks[None])
         self.plan = TablePlan(table, self.slots, rows)
 
-    def run(self, layer: int, cut: Tiling | None) -> Tensor:
-        """cut None: the kernels before."""
-        latents = self.latents[layer]
-        if cut is None:
-            return before.attend(self.query, latents, self.plan, SCALE, KV)
-        return attend(self.query, latents, self.plan, SCALE, KV, cut)
+    def run(self, layer: int, cut: Tiling) -> Tensor:
+        return attend(self.query, self.latents[layer], self.plan, SCALE, KV, cut)
 
     def truth(self) -> Tensor:
         """float32 result of layer 0."""
@@ -82,7 +74,7 @@ class _Problem:
         return torch.stack(out)
 
 
-def _check(problem: _Problem, cut: Tiling | None, expected: list[Tensor]) -> str | None:
+def _check(problem: _Problem, cut: Tiling, expected: list[Tensor]) -> str | None:
     result = problem.run(0, cut)
     if not expected:
         truth = problem.truth()
@@ -90,23 +82,19 @@ def _check(problem: _Problem, cut: Tiling | None, expected: list[Tensor]) -> str
         if not error < 6e-3:
             return f"relative error {error:.1e}"
         expected.append(result)
-    return None if torch.equal(result, expected[0]) else "not the bits of the kernels before"
+    return None if torch.equal(result, expected[0]) else "not the bits of the first variant"
 
 
-def _name(cut: Tiling | None) -> str:
-    if cut is None:
-        return "before"
+def _name(cut: Tiling) -> str:
     width = f"{cut.columns} columns" + (f" short {cut.short}" if cut.short < cut.columns else "")
-    flags = "".join(f"{name} " for name in ("apart", "ahead", "tma") if getattr(cut, name))
+    flags = "".join(f"{name} " for name in ("apart", "ahead") if getattr(cut, name))
     return (
-        f"{width} {cut.warps} warps {flags}{cut.stages} stages waves {cut.waves} "
+        f"{width} {cut.warps} warps {flags}{cut.stages} stages "
         f"fold {cut.fold_width} of {cut.fold_heads} x {cut.fold_batch} by {cut.fold_warps}"
     )
 
 
-def _variant(
-    problem: _Problem, context: int, cut: Tiling | None, expected: list[Tensor]
-) -> Variant:
+def _variant(problem: _Problem, context: int, cut: Tiling, expected: list[Tensor]) -> Variant:
     rows = problem.plan.rows
     return Variant(
         f"mla_attention rows {rows} context {context}: {_name(cut)}",
@@ -119,7 +107,7 @@ def _variant(
 
 
 def variants() -> Iterator[Variant]:
-    """The kernels before, the tiling in use, then others: all must have the same bits."""
+    """The tiling in use, then others: all must have the same bits."""
     for context in CONTEXTS:
         for rows in ROWS:
             problem, expected = _Problem(rows, context), list[Tensor]()
@@ -127,5 +115,5 @@ def variants() -> Iterator[Variant]:
             small = torch.cuda.get_device_capability() >= (12, 0)
             chosen = tiling(columns, small)
             cuts = [chosen] if small else [chosen, *(FEW if columns <= 64 else MANY)]
-            for cut in (None, *dict.fromkeys(cuts)):
+            for cut in dict.fromkeys(cuts):
                 yield _variant(problem, context, cut, expected)

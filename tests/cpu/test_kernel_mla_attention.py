@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,44 +197,24 @@ def test_the_device_knows_the_same_blocks() -> None:
 
 
 @pytest.mark.parametrize("parents", [None, BRANCHING])
-@pytest.mark.parametrize(("context", "places"), [(520, 132), (520, 5)])
 def test_every_cut_has_the_same_bits(
-    context: int, places: int, parents: Sequence[int] | None, monkeypatch: pytest.MonkeyPatch
+    parents: Sequence[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """5 places: a program takes several blocks in turns."""
-    name = "kdtree_engine.kernels.mla_attention.launch.multiprocessors"
-    monkeypatch.setattr(name, lambda device: places)
+    """Few places for programs: each takes several blocks in turns."""
+    context, wide = 460, replace(CUT, columns=64)
     keys, queries = text(context + 20)
     made = step(keys, queries, [context], parents, len(BRANCHING))
-    expected = made.kernels(replace(CUT, waves=99))
-    for cut in (
-        CUT,
-        replace(CUT, columns=64, apart=True, ahead=True, waves=0, fold_batch=3),
-        replace(CUT, columns=8, fold_width=8, waves=8),
-        replace(CUT, columns=64, short=16),
-        replace(CUT, columns=64, tma=True),
+    expected = made.kernels()
+    for places, cut in (
+        (132, CUT),
+        (5, CUT),
+        (4, replace(wide, apart=True, ahead=True, fold_batch=3)),
+        (5, replace(CUT, columns=8, fold_width=8)),
+        (132, replace(wide, short=16)),
     ):
-        assert torch.equal(made.kernels(cut), expected), cut
-
-
-@pytest.mark.parametrize("parents", [None, (-1,), BRANCHING])
-@pytest.mark.parametrize("context", [0, 64, 190, 383])
-def test_the_bits_of_the_kernels_before(
-    context: int, parents: Sequence[int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benches"))
-    before = importlib.import_module("before.launch")
-    rows = len(parents or BRANCHING)
-    keys, queries = text(context + 2 * rows)
-    made = step(keys, queries, [context], parents, rows)
-    table = made.inputs.spans
-    assert isinstance(table, SpanTable)
-    plan = TablePlan(table, made.inputs.slots, rows)
-    old = before.attend(
-        made.query, made.latents, plan, SCALE, KV,
-        before.Tiling(columns=16, warps=4, stages=1, fold_batch=4, zones=SMALL),
-    )  # fmt: skip
-    assert torch.equal(made.kernels(), old)
+        name = "kdtree_engine.kernels.mla_attention.launch.multiprocessors"
+        monkeypatch.setattr(name, lambda device, places=places: places)
+        assert torch.equal(made.kernels(cut), expected), (places, cut)
 
 
 def test_a_long_run_has_the_bits_of_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 KV, ROPE, HEADS, SCALE = 512, 64, 8, 0.14467963
 WIDTH = KV + ROPE
 # Every instance that a small device also holds; the wider ones are benches/ops/mla_attention.py's.
-CUTS = (Tiling(16), Tiling(16, waves=0, fold_width=32, fold_batch=4, fold_warps=2))
+CUTS = (Tiling(16), Tiling(16, fold_width=32, fold_batch=4, fold_warps=2))
 PARENTS = [-1, 0, 0, 1, 2, 2, 4, 6, 6, 8]
 
 
@@ -29,8 +29,7 @@ def cuts() -> tuple[Tiling, ...]:
         Tiling(16, stages=3, ahead=True),
         Tiling(32, stages=3),
         Tiling(64, apart=True, ahead=True),
-        Tiling(64, apart=True, ahead=True, tma=True),
-        Tiling(64, apart=True, ahead=True, short=16, waves=8),
+        Tiling(64, apart=True, ahead=True, short=16),
         Tiling(64, fold_width=128),
     )
 
@@ -77,7 +76,7 @@ def run(
 
 
 @pytest.mark.parametrize("context", [0, 63, 126, 1025, 2046, 9000])
-def test_trees_runs_rows_and_cuts_agree(context: int) -> None:
+def test_trees_runs_rows_and_cuts_agree(context: int, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, queries = text(context + 400)
     path = path_of(PARENTS, len(PARENTS) - 1)
     tokens = torch.arange(context + 200, context + 200 + len(PARENTS), device="cuda")
@@ -95,6 +94,12 @@ def test_trees_runs_rows_and_cuts_agree(context: int) -> None:
         single = run(keys, queries, context + 2, follow[2:3], [-1], cut)
         assert torch.equal(single[0], expected[2]), cut
         assert torch.equal(run(keys, queries, context, follow[:64], None, cut)[:4], expected[:4])
+    for places in (4, 1000):  # programs at once: many blocks in each, or a block in each
+        name = "kdtree_engine.kernels.mla_attention.launch.multiprocessors"
+        monkeypatch.setattr(name, lambda device, places=places: places)
+        for cut in (None, *cuts()):
+            tree = run(keys, queries, context, tokens, PARENTS, cut)
+            assert torch.equal(tree[path], expected), (places, cut)
 
 
 @pytest.mark.parametrize("context", [300, 2040])

@@ -207,8 +207,6 @@ def store_values(place, a, known, KV: tl.constexpr, V: tl.constexpr, PTX: tl.con
 def shared_blocks(
     query,
     latents,
-    key_latents,
-    key_ropes,
     contexts,
     pages,
     values,
@@ -232,7 +230,6 @@ def shared_blocks(
     STAGES: tl.constexpr,
     APART: tl.constexpr,
     AHEAD: tl.constexpr,
-    TMA: tl.constexpr,
     PTX: tl.constexpr,
     PRECISE: tl.constexpr,
 ):
@@ -276,12 +273,8 @@ def shared_blocks(
         t = tl.where(ended, start, t + 1)
         following = tl.load(table + t)  # a tile ahead of the keys that it leads to
         key = now * TILE + k
-        if TMA:
-            latent = key_latents.load([page * TILE, 0])
-            rope = key_ropes.load([page * TILE, KV])
-        else:
-            keys = latents + page.to(tl.int64) * (TILE * (KV + ROPE))
-            latent, rope = load_rows(keys, offset, key < length, KV, ROPE, V, E, CAUSAL)
+        keys = latents + page.to(tl.int64) * (TILE * (KV + ROPE))
+        latent, rope = load_rows(keys, offset, key < length, KV, ROPE, V, E, CAUSAL)
         visible = (key[None, :] <= position[:, None]) & known[:, None]
         if AHEAD:
             # Always true: a branch at the end of the body is scheduled behind the copies of
@@ -402,8 +395,6 @@ def own_scores(
 def partials(
     query,
     latents,
-    key_latents,
-    key_ropes,
     slots,
     contexts,
     pages,
@@ -431,7 +422,6 @@ def partials(
     STAGES: tl.constexpr,
     APART: tl.constexpr,
     AHEAD: tl.constexpr,
-    TMA: tl.constexpr,
     PTX: tl.constexpr,
     SHORT: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -443,27 +433,27 @@ def partials(
 
     query [S * count, HEADS, D], slots [S * count] int64, contexts [S], pages [S, width] int32,
     ancestors [S * count] int64 (unused if CAUSAL); first: rows of a causal run before these.
-    key_latents, key_ropes: if TMA, latents [slots, D] in boxes of 64 keys' KV and ROPE values.
-    One span of up to LIMIT committed keys goes in tiles of SHORT columns, if these are fewer.
+    A span of up to LIMIT committed keys goes in tiles of SHORT columns, if these are fewer: only
+    where it is alone (S = 1). The host cannot choose this, a graph serves every context.
     """
     begin(PDL)
     index = tl.program_id(0)
     if index < shared:
         narrow = False
         if SHORT < COLUMNS:
-            narrow = (columns == count * HEADS) & (tl.load(contexts) <= LIMIT)
+            narrow = tl.load(contexts) <= LIMIT
             tiles = tl.cdiv(columns, SHORT)
             if narrow & (index < shared // tiles * tiles):
                 shared_blocks(
-                    query, latents, key_latents, key_ropes, contexts, pages, values, high, mass,
-                    scale, first, count, columns, width, shared // tiles, index, HEADS, KV, ROPE,
-                    V, E, ZONES, CAUSAL, SHORT, 3, False, False, False, PTX, PRECISE,
+                    query, latents, contexts, pages, values, high, mass, scale, first, count,
+                    columns, width, shared // tiles, index, HEADS, KV, ROPE, V, E, ZONES, CAUSAL,
+                    SHORT, 3, False, False, PTX, PRECISE,
                 )  # fmt: skip
         if narrow == 0:
             shared_blocks(
-                query, latents, key_latents, key_ropes, contexts, pages, values, high, mass, scale,
-                first, count, columns, width, chunks, index, HEADS, KV, ROPE, V, E, ZONES, CAUSAL,
-                COLUMNS, STAGES, APART, AHEAD, TMA, PTX, PRECISE,
+                query, latents, contexts, pages, values, high, mass, scale, first, count, columns,
+                width, chunks, index, HEADS, KV, ROPE, V, E, ZONES, CAUSAL, COLUMNS, STAGES, APART,
+                AHEAD, PTX, PRECISE,
             )  # fmt: skip
     elif not CAUSAL:
         own_scores(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ ZONES = zones()
 # Partial values of a pass: more rows go in several. A tree is never cut, nor fewer than 64 rows of
 # a run, so 64 heads and the widest table (262,144 positions) still take 2.7 GB.
 _MOST_BYTES = 1 << 29
-_SHORT_CONTEXT = 6144  # keys; see Tiling.short
+_SHORT_CONTEXT = 6144  # keys, see Tiling.short: timed at 4,096 (a gain) and 32,768 (a loss)
 _OWN_KEYS = 2 * TILE  # a tree row's: 63 committed keys and 64 ancestors at most
 
 
@@ -28,12 +27,10 @@ class Tiling:
 
     columns: rows x heads a program takes at once. apart: of 8 warps, each half computes the scores
     of half of the keys (else both compute all, if columns are 64). ahead: the next tile's copies
-    start before the products of this one. tma: keys come as bulk copies, which one thread starts
-    (trees of unpadded widths, sm_90). short: columns instead, if fewer, of a request alone whose
-    context is short, where wide tiles would leave most of the device idle. waves: programs a
-    device is given at once, in SMs. fold_width, fold_heads, fold_warps: value columns, heads and
-    warps of a program of `combine`; fold_batch: blocks that it reads at once. zones: the blocks,
-    not a free choice; benches alone try others.
+    start before the products of this one. short: columns instead, if fewer, of a request alone
+    whose context is short, where wide tiles would leave most of the device idle; the kernel reads
+    the context. fold_width, fold_heads, fold_warps: value columns, heads and warps of a program of
+    `combine`; fold_batch: blocks that it reads at once. zones: the blocks, not a free choice.
     """
 
     columns: int
@@ -41,9 +38,7 @@ class Tiling:
     stages: int = 2
     apart: bool = False
     ahead: bool = False
-    tma: bool = False
     short: int = 64
-    waves: int = 1
     fold_width: int = 64
     fold_batch: int = 8
     fold_heads: int = 16
@@ -60,10 +55,12 @@ def tiling(columns: int, small_memory: bool) -> Tiling:
         return Tiling(16)
     if columns <= 16:  # narrow slices, many reads in flight: few programs fold
         return Tiling(16, stages=3, fold_width=64, fold_batch=16, fold_heads=2)
-    few = columns <= 128
-    return Tiling(
-        64, apart=True, ahead=True, fold_batch=16 if few else 8, fold_heads=2 if few else 16
-    )
+    wide = Tiling(64, apart=True, ahead=True)
+    if columns <= 64:
+        return replace(wide, short=16, fold_batch=16, fold_heads=2)
+    if columns <= 128:
+        return replace(wide, fold_width=32, fold_batch=16, fold_heads=8)
+    return wide
 
 
 def attend(
@@ -151,20 +148,18 @@ def _launch(
     places = plan.slots.new_empty(0 if causal else rows, _OWN_KEYS)
 
     tiles = spans * -(-count * heads // cut.columns)
-    short = min(cut.short, cut.columns)
+    short = min(cut.short, cut.columns) if spans == 1 else cut.columns
     most = parts * -(-cut.columns // short)
-    chunks, own = _programs(tiles, most, causal, cut.waves * multiprocessors(query.device))
+    chunks, own = _programs(tiles, most, causal, multiprocessors(query.device))
     ancestors = plan.slots if table.ancestors is None else table.ancestors
     rounded = scale * math.log2(math.e)
     options = {"PRECISE": precise(query), **launch_options(query)}
-    boxes = _boxes(latents, value_dim) if cut.tma and not causal else (None, None)
     kernel.partials[(tiles * chunks + own,)](
-        query, latents, *boxes, plan.slots, table.contexts, table.pages, ancestors, values, high,
-        mass, scores, places, rounded, first, count, columns, pages, chunks, tiles * chunks,
+        query, latents, plan.slots, table.contexts, table.pages, ancestors, values, high, mass,
+        scores, places, rounded, first, count, columns, pages, chunks, tiles * chunks,
         HEADS=heads, KV=value_dim, ROPE=width - value_dim, V=max(16, _power(value_dim)),
         E=max(16, _power(width - value_dim)), ZONES=cut.zones, CAUSAL=causal,
         COLUMNS=cut.columns, STAGES=cut.stages, APART=cut.apart, AHEAD=cut.ahead,
-        TMA=boxes[0] is not None,
         PTX=query.device.type != "cpu" and not precise(query) and value_dim % 2 == 0,
         SHORT=short, LIMIT=_SHORT_CONTEXT, ROWS=_rows_met(cut.columns, heads),
         num_warps=cut.warps, **options,
@@ -190,18 +185,6 @@ def _programs(tiles: int, most: int, causal: bool, places: int) -> tuple[int, in
     units = 0 if causal else 2 * tiles
     chunks = max(1, min(most, (places - min(units, 4)) // tiles))
     return chunks, min(units, max(places - tiles * chunks, -(-units // 8)))
-
-
-def _boxes(latents: Tensor, value_dim: int) -> tuple[Any, Any]:
-    """Descriptors of 64 keys' latents and rotated parts; None where a part is padded."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    rows = latents.view(-1, latents.shape[2])
-    widths = (value_dim, rows.shape[1] - value_dim)
-    if any(width != max(16, _power(width)) for width in widths):
-        return None, None
-    latent, rope = (TensorDescriptor.from_tensor(rows, [TILE, width]) for width in widths)
-    return latent, rope
 
 
 def _rows_met(columns: int, heads: int) -> int:
