@@ -179,7 +179,11 @@ class Contract:
         truths = list(known)
         for index, (job, truth) in enumerate(zip(jobs, known, strict=True)):
             if case.options != "none" and index % 3 < 2:  # the third has none, but such company
-                jobs[index] = replace(job, params=with_options(case, job, truth))
+                scores_prompt = case.prefix == "miss"
+                params = with_options(
+                    case.options, job, truth, scores_prompt, job.params.max_tokens
+                )
+                jobs[index] = replace(job, params=params)
                 truths[index] = self.truth_with_options(case, jobs[index], truth)
         chain = case.nodes == "chain"
         config = EngineConfig(
@@ -231,14 +235,17 @@ def sampling_params(sampling: str, new: int, seed: int) -> SamplingParams:
     )
 
 
-def with_options(case: Case, job: Job, truth: Truth) -> SamplingParams:
-    """The job's settings with the case's options, which change what plain decoding says: what it
-    says without them is forbidden in part.
+def with_options(
+    options: str, job: Job, truth: Truth, scores_prompt: bool, least: int
+) -> SamplingParams:
+    """The job's settings with some of `OTHER_AXES["options"]`, which change what plain decoding
+    says: what it says without them is forbidden in part. least: `min_tokens`.
     """
-    if case.options == "log_probs":
-        scored = 2 if case.prefix == "miss" else None
-        return replace(job.params, logprobs=3, prompt_logprobs=scored)
-    if case.options == "penalties":
+    if options == "none":
+        return job.params
+    if options == "log_probs":
+        return replace(job.params, logprobs=3, prompt_logprobs=2 if scores_prompt else None)
+    if options == "penalties":
         return replace(
             job.params, repetition_penalty=1.2, frequency_penalty=0.4, presence_penalty=0.3
         )
@@ -247,22 +254,24 @@ def with_options(case: Case, job: Job, truth: Truth) -> SamplingParams:
         job.params,
         bad_words=[said[:1], said[2:4], [*job.prompt[-1:], said[1]]],
         logit_bias={said[3]: -2.0, said[4]: 1.5},
-        stop_token_ids=[said[5]],
-        min_tokens=job.params.max_tokens,
+        stop_token_ids=said[5:8],
+        min_tokens=least,
     )
 
 
 def first_difference(
     case: str, name: str, run: Run, truth: Truth, whole: bool = True
 ) -> Violation | None:
-    """Compare what a request emitted with the truth that its prompt begins. whole: it ran on to its
-    last token.
+    """Compare what a request emitted with the truth that its prompt begins. whole: nobody cancelled
+    it, so it ends where the truth does or at its last token.
     """
     start = run.request.prompt_tokens
-    wanted = truth.tokens[start : start + len(run.tokens)]
+    wanted = truth.tokens[start : start + run.request.most_tokens]
     for offset, (token, row, origin) in enumerate(
         zip(run.tokens, run.logits, run.origins, strict=True)
     ):
+        if offset == len(wanted):
+            return Violation(case, name, start + offset, f"token {token} after the stop; {origin}")
         expected = truth.logits[start - truth.prompt + offset]
         if token == wanted[offset] and torch.equal(row, expected):
             continue
@@ -272,9 +281,12 @@ def first_difference(
             f"of {len(row)} logits differ, by {float(off.max()):.3g} at most; {origin}"
         )
         return Violation(case, name, start + offset, what)
-    if run.told != (truth.told[0][: len(run.tokens)], truth.told[1]):
+    made, scored = run.told
+    if made != truth.told[0][: len(run.tokens)] or scored != (
+        truth.told[1] if whole else truth.told[1][: len(scored)]
+    ):
         return Violation(case, name, start, "log-probabilities are not plain decoding's")
-    if not whole or len(run.tokens) == run.request.most_tokens:
+    if not whole or len(run.tokens) == len(wanted):
         return None
     what = f"ended early: {run.request.finish_reason}, {run.request.error}"
     return Violation(case, name, start + len(run.tokens), what)
