@@ -70,7 +70,9 @@ def allowed(row: Row) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """One point of `AXES`. seed: draws lengths, join steps, page order. variant: which prompts."""
+    """One point of `AXES`. seed: draws lengths, join steps, page order. variant: which prompts.
+    like: draws lengths and join steps as the case of that seed does, None for its own.
+    """
 
     model: str
     nodes: int | str
@@ -85,6 +87,7 @@ class Case:
     seed: int = 0
     variant: int = 0
     options: str = "none"
+    like: int | None = None
 
     def __str__(self) -> str:
         return " ".join(f"{axis}={value}" for axis, value in vars(self).items())
@@ -97,13 +100,18 @@ def covering_cases() -> list[Case]:
 
 def product_cases() -> Iterator[Case]:
     """Every point of `MAIN_AXES` with a covering array over the other axes, each drafter
-    on prompts of its own.
+    on prompts of its own. Requests with options are the same for all numbers of nodes: what plain
+    decoding says under them is nobody else's.
     """
     others = covering_array(OTHER_AXES, allowed)
     points = product(*MAIN_AXES.values())
+    firsts: dict[tuple[Any, ...], int] = {}
     for seed, (point, other) in enumerate(product(points, others)):
         main = dict(zip(MAIN_AXES, point, strict=True))
-        yield Case(**main, **other, seed=seed, variant=MAIN_AXES["drafter"].index(main["drafter"]))
+        alike = (*(main[axis] for axis in MAIN_AXES if axis != "nodes"), *other.values())
+        like = None if other["options"] == "none" else firsts.setdefault(alike, seed)
+        variant = MAIN_AXES["drafter"].index(main["drafter"])
+        yield Case(**main, **other, seed=seed, variant=variant, like=like)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,10 +153,13 @@ class Report:
 
 
 class Contract:
-    """Runs cases on loaded models; plain answers are kept, so that many cases share them."""
+    """Runs cases on loaded models; plain answers are kept, so that many cases share them.
+    eager: nothing is captured on CUDA either.
+    """
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: Models, eager: bool = False) -> None:
         self.models = models
+        self.eager = eager
         self._truths: dict[tuple[Any, ...], Truth] = {}
 
     def truth(self, case: Case, lengths: str, index: int) -> Truth:
@@ -192,6 +203,7 @@ class Contract:
             case.chunk,
             pages_of([*jobs, *earlier]) + 2,
             min(case.requests, PLACES),
+            self.eager,
         )
         answers = [truth.tokens for truth in truths]
         make = drafter_maker(case.drafter, loaded, answers, case.seed)
@@ -219,9 +231,11 @@ class Contract:
 
 
 def plain_truth(loaded: Loaded, prompt: Sequence[int], params: SamplingParams, seed: int) -> Truth:
-    """Decode a prompt plainly, in an engine of its own."""
+    """Decode a prompt plainly, in an engine of its own; on CUDA with nothing captured."""
     job = Job(prompt, params)
-    config = EngineConfig(0, prefill_chunk=512, cache_pages=pages_of([job]), max_requests=1)
+    config = EngineConfig(
+        0, prefill_chunk=512, cache_pages=pages_of([job]), max_requests=1, eager=True
+    )
     [run] = run_jobs(make_engine(loaded, lambda _: NoDrafter(), config), [job])
     return Truth([*prompt, *run.tokens], len(prompt), torch.stack(run.logits), seed, run.told)
 
@@ -340,7 +354,7 @@ def _prompts(case: Case) -> list[tuple[str, int]]:
 
 def _jobs(case: Case, truths: Sequence[Truth]) -> list[Job]:
     """The requests. A prompt may run into what plain decoding said next."""
-    draw = random.Random(f"jobs {case.seed}")
+    draw = random.Random(f"jobs {case.seed if case.like is None else case.like}")
     jobs = []
     for (lengths, index), truth in zip(_prompts(case), truths, strict=True):
         extra = draw.randint(0, SPREAD[lengths])

@@ -20,6 +20,7 @@ from e2e.contract import (
     OTHER_AXES,
     Report,
     Truth,
+    Violation,
     accepted_pairs,
     drafter_maker,
     first_difference,
@@ -47,21 +48,24 @@ AXES: Axes = {
 }
 QUICK_AXES: Axes = {
     **AXES,
-    "model": ("flat", "groups"),
-    "nodes": (0, 7, "chain"),
-    "sampling": ("greedy", "p90"),
+    "model": ("groups",),
+    "nodes": (7, "chain"),
+    "drafter": ("ngram", "replay", "dflash"),
+    "sampling": ("p90",),
     "dtype": ("float32",),
+    "chunk": (7, 64),
+    "options": ("penalties", "forbidden", "log_probs"),
 }
 REQUESTS = 8
-PROMPTS = (40, 20, 33, 28, 47, 70)  # tokens; those of the last are shared by three requests
+PROMPTS = (40, 52, 33, 57, 47, 75)  # tokens; those of the last are shared by three requests
 PLACES = 5
-MOST_NEW = 100  # tokens of a request, so that each grows over one or two page borders
-LEAST = 60  # their min_tokens, where they have stop tokens
+MOST_NEW = 64  # tokens of a request, so that each grows over a page border
+LEAST = 40  # their min_tokens, where they have stop tokens
 LEAVERS = 2  # requests that are cancelled
 # For even and odd seeds: pages besides those of the largest request, and when requests leave. With
 # few pages two run at once, and whoever leaves, the next two run out; with more, three must stay.
 SPARE = (0, 2)
-LEAVING = ((0, 60), (50, 90))  # steps after they joined
+LEAVING = ((0, 40), (30, 60))  # steps after they joined
 
 
 @dataclass(frozen=True)
@@ -91,10 +95,11 @@ def pressure_cases(axes: Axes = AXES) -> list[Pressure]:
 
 
 class UnderPressure:
-    """Runs cases on loaded models; plain answers are kept."""
+    """Runs cases on loaded models; plain answers are kept. eager: nothing is captured."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: Models, eager: bool = False) -> None:
         self.models = models
+        self.eager = eager
         self._truths: dict[tuple[Any, ...], Truth] = {}
 
     def truths(self, case: Pressure) -> list[tuple[Job, Truth]]:
@@ -128,7 +133,7 @@ class UnderPressure:
         wanted = self.truths(case)
         jobs = _jobs(case, [job for job, _ in wanted])
         truths = [truth for _, truth in wanted]
-        engine = _engine(case, loaded, truths, jobs)
+        engine = _engine(case, loaded, truths, jobs, self.eager)
         scramble(engine, case.seed)
         runs = run_jobs(engine, jobs, check_every=1)
         assert engine.scheduler.allocator.available == engine.pool.layout.pages
@@ -138,7 +143,8 @@ class UnderPressure:
             for index, job, run, truth in named
         ]
         preemptions = sum(run.request.stats.preemptions for run in runs)
-        assert preemptions, f"{case}: nobody was preempted"
+        if not preemptions:
+            violations.append(Violation(str(case), "all", 0, "nobody was preempted"))
         return Report(
             sum(len(run.tokens) for run in runs),
             [one for one in violations if one is not None],
@@ -155,7 +161,7 @@ def _jobs(case: Pressure, whole: Sequence[Job]) -> list[Job]:
     return [
         replace(
             job,
-            params=replace(job.params, max_tokens=draw.randint(MOST_NEW - 15, MOST_NEW)),
+            params=replace(job.params, max_tokens=draw.randint(MOST_NEW - 9, MOST_NEW)),
             join=5 if index >= first else draw.randint(0, 3),
             leave=draw.randint(*LEAVING[case.seed % 2]) if index in leavers else None,
             first=first if index > first else None,
@@ -164,16 +170,24 @@ def _jobs(case: Pressure, whole: Sequence[Job]) -> list[Job]:
     ]
 
 
-def _engine(case: Pressure, loaded: Loaded, truths: Sequence[Truth], jobs: Sequence[Job]) -> Engine:
-    """With pages for the largest request and hardly more."""
+def _engine(
+    case: Pressure, loaded: Loaded, truths: Sequence[Truth], jobs: Sequence[Job], eager: bool
+) -> Engine:
+    """With pages for the largest request and hardly more. On a CPU a captured step is pretended."""
     chain = case.nodes == "chain"
     most = max(pages_for(len(job.prompt) + job.params.max_tokens) for job in jobs)
+    captured = case.runner == "captured" and not eager
     config = EngineConfig(
-        CHAIN if chain else int(case.nodes), chain, case.chunk, most + SPARE[case.seed % 2], PLACES
+        CHAIN if chain else int(case.nodes),
+        chain,
+        case.chunk,
+        most + SPARE[case.seed % 2],
+        PLACES,
+        eager=not captured,
     )
     make = drafter_maker(case.drafter, loaded, [truth.tokens for truth in truths], case.seed)
     engine = make_engine(loaded, make, config, drafts=case.drafter == "dflash")
-    if case.runner == "captured":
+    if captured and loaded.target.device.type == "cpu":
         engine.runner = Pretend(engine, PLACES, eager=False)
         engine.runner.captures = engine.runner.keep_logits = True
     engine.lookahead = case.runner != "direct"
