@@ -20,7 +20,7 @@ from kdtree_engine.checkpoints import (
     open_model,
 )
 from kdtree_engine.checkpoints.model_config import CONFIG_FILE
-from kdtree_engine.checkpoints.reader import read_json
+from kdtree_engine.checkpoints.reader import check_folder, present, read_json
 from kdtree_engine.checkpoints.revision import revision_warning
 from kdtree_engine.config import EngineConfig, ModelConfig
 from kdtree_engine.drafter.base import Drafter
@@ -186,11 +186,12 @@ def _drafter_folder(model: Path, drafter: DrafterChoice) -> Path | None:
     if drafter in ("none", "ngram", "random"):
         return None
     folder = find_folder(drafter)
-    if not folder.is_dir():
+    if not present(folder):
         raise OptionError(
             f"drafter {shown(str(drafter))} is neither a folder nor one of auto, none, ngram, "
             "random"
         )
+    check_folder(folder)
     return folder
 
 
