@@ -20,6 +20,9 @@ from kdtree_engine.errors import ConfigError, DrafterError
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 
+MAX_BLOCK = 256
+"""More slots than any drafter has: a step computes each of them."""
+
 DFLASH_2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
@@ -72,10 +75,10 @@ def _zlab(top: Section) -> DrafterConfig:
     )
     return DrafterConfig(
         **_network(top),
-        block_size=_either(top, inner, "block_size"),
+        block_size=_either(top, inner, "block_size", MAX_BLOCK),
         mask_token_id=inner.size("mask_token_id", least=0),
         tap_layers=inner.ids("target_layer_ids"),
-        num_target_layers=_either(top, inner, "num_target_layers"),
+        num_target_layers=_either(top, inner, "num_target_layers", MAX_LAYERS),
         masks=masks,
         draft_vocab_size=top.size("draft_vocab_size") if "draft_vocab_size" in top else None,
     )
@@ -138,7 +141,7 @@ def _speculators(top: Section) -> DrafterConfig:
         )
     return DrafterConfig(
         **_network(inner),
-        block_size=top.size("block_size"),
+        block_size=top.size("block_size", most=MAX_BLOCK),
         mask_token_id=top.size("mask_token_id", least=0),
         tap_layers=tuple(one - 1 for one in taps),
         num_target_layers=None,
@@ -190,11 +193,11 @@ def check_drafter(drafter: DrafterConfig, target: ModelConfig) -> None:
         )
 
 
-def _either(top: Section, inner: Section, key: str) -> int:
+def _either(top: Section, inner: Section, key: str, most: int) -> int:
     """A size that may stand at top level or in dflash_config; ConfigError if the two disagree."""
     if key in top and key in inner and top.size(key) != inner.size(key):
         raise top.error(key, f"is {top.size(key)}, but dflash_config says {inner.size(key)}")
-    return (inner if key in inner else top).size(key)
+    return (inner if key in inner else top).size(key, most=most)
 
 
 def _refuse_variants(top: Section, inner: Section) -> None:

@@ -16,7 +16,8 @@ from kdtree_engine.checkpoints.reader import INDEX_FILE, few, missing_shards, re
 from kdtree_engine.env import hub_cache
 from kdtree_engine.errors import CheckpointError
 
-_WORD = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+_WORD = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}"  # the hub's longest names have 96 characters
+_LONGEST = 1000
 _NAME = re.compile(rf"({_WORD}/{_WORD})(?:@({_WORD}(?:/{_WORD})*))?")
 
 
@@ -28,8 +29,8 @@ def find_folder(name: str | PathLike[str], cache: Path | None = None) -> Path:
     name is returned as it is, for the reader to judge. CheckpointError for one that is not there,
     or not there as a whole.
     """
-    path = Path(name)
-    match = _NAME.fullmatch(os.fspath(name))
+    path, text = Path(name), os.fspath(name)
+    match = _NAME.fullmatch(text) if len(text) <= _LONGEST else None
     if match is None or path.exists():
         return path
     home = hub_cache() if cache is None else cache

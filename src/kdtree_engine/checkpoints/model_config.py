@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kdtree_engine.checkpoints.quantization import find_quantization, read_quantization
-from kdtree_engine.checkpoints.reader import read_json, read_text
+from kdtree_engine.checkpoints.reader import present, read_json, read_text
 from kdtree_engine.checkpoints.rope_config import read_rope
 from kdtree_engine.checkpoints.section import Section
 from kdtree_engine.config import ModelConfig
@@ -35,7 +35,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     """The ModelConfig of a model folder. ConfigError names the file and the key at fault."""
     data = read_json(folder, CONFIG_FILE, ConfigError)
     extra_stops: tuple[int, ...] = ()
-    if (folder / GENERATION_FILE).exists():
+    if present(folder / GENERATION_FILE):
         generation = read_json(folder, GENERATION_FILE, ConfigError)
         extra_stops = Section(generation, str(folder / GENERATION_FILE)).ids("eos_token_id")
     config = parse_model_config(data, str(folder / CONFIG_FILE), extra_stops)
@@ -51,9 +51,9 @@ def _names_thinking(folder: Path) -> bool:
     dialogues tell them apart, by the rule of tokenizer.chat.
     """
     template = folder / TEMPLATE_FILE
-    if template.exists() and "<think>" in read_text(folder, TEMPLATE_FILE, ConfigError):
+    if present(template) and "<think>" in read_text(folder, TEMPLATE_FILE, ConfigError):
         return True
-    if not (folder / TOKENIZER_FILE).exists():
+    if not present(folder / TOKENIZER_FILE):
         return False
     data = read_json(folder, TOKENIZER_FILE, ConfigError)
     tokens = data.get("added_tokens_decoder")

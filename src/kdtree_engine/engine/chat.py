@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from kdtree_engine.engine.request import RequestOutput, StepTrace, StreamEvent
-from kdtree_engine.errors import OptionError
+from kdtree_engine.errors import OptionError, shown
 from kdtree_engine.tokenizer import Tokenizer
 from kdtree_engine.tokenizer.parse import (
     ChatEvent,
@@ -182,26 +182,38 @@ def check_messages(messages: object) -> int:
     calls: list[object] = []
     for index, message in enumerate(messages):
         role = message.get("role") if isinstance(message, Mapping) else None
-        if role not in ROLES:
-            found = f"has the role {role!r:.60}" if isinstance(message, Mapping) else "is no object"
+        if not isinstance(role, str) or role not in ROLES:
+            found = (
+                f"has the role {shown(role)}" if isinstance(message, Mapping) else "is no object"
+            )
             raise OptionError(f"message {index} {found}: expected a role of {', '.join(ROLES)}")
         if role == "assistant":
             calls += _call_ids(message, index)
         if role == "tool":
             answered = message.get("tool_call_id")
-            if answered not in calls:
+            if not isinstance(answered, str | None) or answered not in calls:
                 raise OptionError(
-                    f"message {index} has the tool_call_id {answered!r:.60}, but no message before "
-                    "it has a tool call of that id"
+                    f"message {index} has the tool_call_id {shown(answered)}, but no message "
+                    "before it has a tool call of that id"
                 )
     return len(calls)
 
 
 def _call_ids(message: Message, index: int) -> list[object]:
-    calls = message.get("tool_calls") or []
+    calls = message.get("tool_calls")
+    calls = [] if calls is None else calls
     if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
         raise OptionError(f"message {index}: tool_calls must be a list of objects")
-    return [call.get("id") for call in calls]
+    ids = [call.get("id") for call in calls]
+    if not all(isinstance(one, str | None) for one in ids):
+        raise OptionError(f"message {index}: the id of a tool call must be text")
+    return ids
+
+
+def check_tools(tools: object) -> None:
+    """Raises OptionError for tools that are no list; what each holds is checked like messages."""
+    if tools is not None and (not isinstance(tools, Sequence) or isinstance(tools, str | bytes)):
+        raise OptionError(f"tools must be a list of objects, not {type(tools).__name__}")
 
 
 def tool_names(tools: Sequence[Tool] | None) -> list[str]:

@@ -23,7 +23,7 @@ from kdtree_engine.engine.sampling_params import SamplingParams
 from kdtree_engine.engine.scheduler import Scheduler
 from kdtree_engine.engine.state import DecodeState
 from kdtree_engine.engine.step import StepOptions, path_length
-from kdtree_engine.errors import CapacityError, OptionError
+from kdtree_engine.errors import CapacityError, OptionError, shown
 from kdtree_engine.model import Kimi
 from kdtree_engine.sampling import draw_seed
 from kdtree_engine.tokenizer import Tokenizer
@@ -92,16 +92,8 @@ class Engine:
         tokens = list(tokens)
         if not tokens:
             raise OptionError("the prompt is empty; give at least one token")
-        for token in tokens:
-            if not 0 <= token < config.vocab_size:
-                raise OptionError(
-                    f"prompt token {token} is outside the vocabulary (0..{config.vocab_size - 1})"
-                )
-        for token in params.stop_token_ids or ():
-            if not 0 <= token < config.vocab_size:
-                raise OptionError(
-                    f"stop token {token} is outside the vocabulary (0..{config.vocab_size - 1})"
-                )
+        _check_tokens("prompt token", tokens, config.vocab_size)
+        _check_tokens("stop token", params.stop_token_ids or (), config.vocab_size)
         edits = edits_of(params, self.tokenizer, config.vocab_size)
         text = self._stop_texts(params)
         room = config.max_positions - len(tokens)
@@ -339,6 +331,12 @@ class Engine:
                 mean,
                 WATCHED_STEPS,
             )
+
+
+def _check_tokens(what: str, tokens: Sequence[int], vocab: int) -> None:
+    for token in tokens:
+        if not 0 <= token < vocab:
+            raise OptionError(f"{what} {shown(token)} is outside the vocabulary (0..{vocab - 1})")
 
 
 def _options(requests: Sequence[Request]) -> StepOptions:

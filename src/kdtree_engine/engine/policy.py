@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kdtree_engine.config import MAX_ROWS_PER_REQUEST
-from kdtree_engine.errors import OptionError
+from kdtree_engine.errors import OptionError, shown
 
 _MOST_DIGITS = 4  # int() of thousands of digits raises an error of its own
 
@@ -46,6 +46,6 @@ def parse_tree_nodes(value: int | str) -> TreePolicy:
         or int(number) > most
     ):
         raise OptionError(
-            f"tree_nodes {value!r} must be a number of nodes from 0 to {most}, or chain:N"
+            f"tree_nodes {shown(value)} must be a number of nodes from 0 to {most}, or chain:N"
         )
     return TreePolicy(int(number), chain=text != number)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kdtree_engine.errors import OptionError
+from kdtree_engine.errors import OptionError, shown
 from kdtree_engine.kernels.logit_edits import (
     IN_PROMPT,
     IS_STOP,
@@ -70,7 +70,7 @@ def check_edits(edits: Edits, vocab: int) -> None:
         for token in tokens:
             if not 0 <= token < vocab:
                 raise OptionError(
-                    f"{name}: token {token} is outside the vocabulary (0..{vocab - 1})"
+                    f"{name}: token {shown(token)} is outside the vocabulary (0..{vocab - 1})"
                 )
     if bool((_bias(edits, vocab) == -torch.inf).all()):
         raise OptionError("allowed_token_ids and bad_words leave no token that could be chosen")

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kdtree_engine.errors import TokenizerError
+from kdtree_engine.checkpoints.reader import present
+from kdtree_engine.errors import TokenizerError, shown
 from kdtree_engine.tokenizer import render_kimi
 from kdtree_engine.tokenizer.base import CONFIG_FILE, RANKS_FILE, Part, Tokenizer
 from kdtree_engine.tokenizer.forgery import template_parts
@@ -70,7 +71,7 @@ def encode_chat(
 def _family(name: str) -> render_kimi.Family:
     if name not in render_kimi.FAMILIES:
         raise TokenizerError(
-            f"chat family {name!r:.60} is not supported; use {', '.join(FAMILIES)}, or open the "
+            f"chat family {shown(name)} is not supported; use {', '.join(FAMILIES)}, or open the "
             "model's folder for its own template"
         )
     return render_kimi.FAMILIES[name]
@@ -161,11 +162,11 @@ def detect_family(folder: Path) -> str:
         return "k2-thinking" if _knows_thinking(folder) else "k2"
     if Template.in_folder(folder):
         return TEMPLATE
-    if (folder / RANKS_FILE).exists():
+    if present(folder / RANKS_FILE):
         return "k2.5"  # a Kimi vocabulary beside another model_type: a model made for tests
     raise TokenizerError(
         f"{folder} has no chat template (chat_template.jinja, or 'chat_template' in "
-        f"{CONFIG_FILE}), and its model_type {kind!r:.60} has none built in"
+        f"{CONFIG_FILE}), and its model_type {shown(kind)} has none built in"
     )
 
 
@@ -180,7 +181,7 @@ def _knows_thinking(folder: Path) -> bool:
 
 def _json(folder: Path, name: str) -> dict[str, Any]:
     """The object in a folder's file; empty where there is no such file."""
-    if not (folder / name).exists():
+    if not present(folder / name):
         return {}
     try:
         value = json.loads(read_file(folder / name))

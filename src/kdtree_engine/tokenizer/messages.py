@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kdtree_engine.errors import TokenizerError
+from kdtree_engine.errors import TokenizerError, shown
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
@@ -51,7 +51,7 @@ def _part(part: Any) -> str | None:
     if isinstance(part, Mapping) and (kind in IMAGE_KEYS or any(key in part for key in IMAGE_KEYS)):
         return None
     if kind != "text":
-        raise TokenizerError(f"message content of type {kind!r:.60} is not supported, only text")
+        raise TokenizerError(f"message content of type {shown(kind)} is not supported, only text")
     if not isinstance(part.get("text"), str):
         raise TokenizerError("a content part of type 'text' needs a 'text'")
     return str(part["text"])
