@@ -24,6 +24,8 @@ def launches(device: str = "meta") -> None:
     logits = empty(ROWS, VOCAB, dtype=torch.float32)
     settings = (column(ROWS), empty(ROWS), column(ROWS), column(ROWS), empty(ROWS), empty(ROWS))
     sample._launch_sample(logits, *settings)
+    bounds = gumbel._launch_bounds(empty(1), column(1, torch.int32), column(1), HORIZON + 1, VOCAB)
+    sample._launch_sample(logits, *settings, bounds)
     gumbel._launch_gumbel(empty(ROWS), empty(ROWS), VOCAB)
 
     noise = (column(HORIZON), empty(HORIZON), empty(HORIZON))

@@ -21,6 +21,7 @@ from kdtree_engine.engine.batch import sampling_rows, tree_inputs
 from kdtree_engine.engine.policy import TreePolicy
 from kdtree_engine.engine.record import Walk, pack
 from kdtree_engine.engine.state import DecodeState, Standing
+from kdtree_engine.kernels.gumbel import NoiseBounds, noise_bounds
 from kdtree_engine.kernels.tree_accept import tree_accept
 from kdtree_engine.kernels.tree_build import BuiltTrees, PlannedTrees, TreePlaces, plan_trees
 from kdtree_engine.model import Kimi
@@ -69,6 +70,8 @@ def decode_step(
     blocks: what a host drafter proposed, on the device; None lets a device drafter propose.
     """
     standing = parts.state.at(places)
+    length = path_length(parts.drafter, rows)
+    noise = shared_noise(parts, standing, rows, length)
     planned = draft(parts, standing, rows, blocks, watch)
     trees = planned.trees
     inputs = tree_inputs(standing, planned)
@@ -81,9 +84,9 @@ def decode_step(
         parts.drafter.tap_layers,
     )
     watch.lap("forward")
-    picks = sample(out.logits, sampling_rows(standing, inputs.positions))
+    picks = sample(out.logits, sampling_rows(standing, inputs.positions), noise)
     watch.lap("sample")
-    walk = walk_trees(standing, trees, picks, path_length(parts.drafter, rows))
+    walk = walk_trees(standing, trees, picks, length)
     commit(parts, standing, walk, planned.rows.slots, out.taps)
     parts.state.advance(places, standing, walk.lengths, walk.roots)
     record = pack(trees, walk)
@@ -94,6 +97,18 @@ def decode_step(
 def path_length(drafter: Drafter, rows: int) -> int:
     """Rows of the longest path of a tree of `rows` rows: the root and one a drafted depth."""
     return 1 + min(drafter.horizon, rows - 1)
+
+
+def shared_noise(
+    parts: StepParts, standing: Standing, rows: int, length: int
+) -> NoiseBounds | None:
+    """What sampling may read instead of drawing the noise of each row: rows at one depth share
+    theirs. Nothing where trees have fewer than two rows a depth.
+    """
+    if rows < 2 * length:
+        return None
+    vocab = parts.target.config.vocab_size
+    return noise_bounds(standing.seed, standing.context, standing.temperature, length, vocab)
 
 
 def draft(

@@ -53,7 +53,7 @@ def _launch_top(
     chunk: int = 2048,
     warps: int = 8,
     run: int = 0,
-    merge_warps: int = 16,
+    merge_warps: int = 8,
 ) -> tuple[Tensor, Tensor]:
     """The operator by kernels. chunk: tokens a program; run: tokens of which the largest is kept,
     a power of two from 4 on. They change no token.
