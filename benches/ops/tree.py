@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kdtree_engine.kernels import cache_commit, top_k
+from kdtree_engine.kernels import cache_commit, gumbel, top_k
 from kdtree_engine.kernels import sample as sampling
 from kdtree_engine.kernels.cache_commit import reference as commit_reference
 from kdtree_engine.kernels.sample import reference as sample_reference
@@ -43,6 +43,7 @@ class World(NamedTuple):
     logits: list[Tensor]  # [R N, V]
     settings: tuple[Tensor, ...]  # of the rows
     noise: tuple[Tensor, Tensor, Tensor]  # temperatures, seeds and positions of the draft rows
+    standing: tuple[Tensor, Tensor, Tensor]  # seeds, contexts and temperatures of the requests
     places: TreePlaces
     pages: Tensor
     latents: list[Tensor]
@@ -81,6 +82,7 @@ def world(requests: int, setting: tuple[float, int, float, float]) -> World:
         [logits(rows) for _ in range(CALLS)],
         settings,
         (column(heat, torch.float32, drafted), column(7, torch.int64, drafted), positions),
+        (column(7, torch.int64, requests), contexts + 939, column(heat, torch.float32, requests)),
         TreePlaces(place + 5, contexts, (requests * 4 + place) * 64),
         torch.arange(requests * 4, device="cuda").view(requests, 4).int(),
         [torch.randn(total, 64, 576, device="cuda").bfloat16() for _ in range(LAYERS)],
@@ -117,10 +119,29 @@ def commit(on: World, trees: PlannedTrees, paths: AcceptedPaths) -> None:
         )  # fmt: skip
 
 
-def step(on: World, call: int = 0) -> AcceptedPaths:
-    """Everything in order; the positions of the sampled rows are given, not the trees'."""
+def bounds(on: World, dtype: torch.dtype = torch.float16) -> gumbel.NoiseBounds:
+    """Of the noise that the sampled rows share."""
+    return gumbel._launch_bounds(*on.standing, HORIZON + 1, VOCAB, dtype=dtype)
+
+
+def step(on: World, call: int = 0, noise: str = "in turn", **tiles: int) -> AcceptedPaths:
+    """Everything in order; the positions of the sampled rows are given, not the trees'.
+
+    noise: its bounds come first ("in turn"), beside the draft ("beside"), or every row draws its
+    own ("by row"). tiles: of sampling.
+    """
+    read = bounds(on) if noise == "in turn" else None
+    side = None
+    if noise == "beside":
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            read = bounds(on)
     trees = plan(on, *candidates(on, call))
-    paths = walk(trees, sampling.sample(on.logits[call], *on.settings))
+    if side is not None:
+        torch.cuda.current_stream().wait_stream(side)
+    picked = sampling._launch_sample(on.logits[call], *on.settings, read, **tiles)
+    paths = walk(trees, picked)
     commit(on, trees, paths)
     return paths
 
@@ -136,7 +157,7 @@ def same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> str | None:
 
 
 def variants() -> Iterator[Variant]:
-    """Every operator for 1 and 8 requests, the sizes of chunks, and whole steps."""
+    """Every operator for 1 and 8 requests, the sizes of chunks and tiles, and whole steps."""
     for requests in (1, 8):
         on = world(requests, SETTINGS["T=0"])
         yield from _candidates(f"R={requests} T=0", on)
@@ -152,11 +173,18 @@ def variants() -> Iterator[Variant]:
 
 def _steps(name: str, on: World) -> Iterator[Variant]:
     moved = on.drafts[0].nbytes + on.logits[0].nbytes
-    for calls in (1, CALLS):
+    tiles: tuple[dict[str, int], ...] = ({}, {"wide": 16}, {"choose_warps": 16})
+    ways = [(calls, noise, {}) for calls in (1, CALLS) for noise in ("in turn", "beside", "by row")]
+    for calls, noise, sizes in (*ways, *((1, "in turn", one) for one in tiles[1:])):
+
+        def run(call: int, noise: str = noise, sizes: dict[str, int] = sizes) -> AcceptedPaths:
+            return step(on, call, noise, **sizes)
+
+        shown = "".join(f" {key} {value}" for key, value in sizes.items())
         yield Variant(
-            f"step {name} | {calls} in a graph",
-            lambda call: step(on, call),
-            lambda: _check_step(on),
+            f"step {name} | {calls} in a graph, noise {noise}{shown}",
+            run,
+            lambda run=run: _check_step(on, run(0)),  # type: ignore[misc]
             calls,
             moved,
         )
@@ -164,8 +192,8 @@ def _steps(name: str, on: World) -> Iterator[Variant]:
 
 def _candidates(name: str, on: World) -> Iterator[Variant]:
     want = top_reference.top_log_probs(on.drafts[0], NODES, *on.noise)[1]
-    launches = ((2048, 8, 32, 16), (1024, 4, 32, 16), (4096, 8, 32, 16), (2048, 8, 64, 16))
-    for chunk, warps, length, merging in (*launches, (2048, 8, 32, 8)):
+    launches = ((2048, 8, 32, 8), (1024, 4, 32, 8), (2048, 8, 64, 8), (2048, 8, 32, 4))
+    for chunk, warps, length, merging in (*launches, (2048, 8, 32, 16)):
 
         def run(
             call: int, chunk: int = chunk, warps: int = warps, length: int = length,
@@ -193,23 +221,68 @@ def _check_candidates(ids: Tensor, want: Tensor, on: World) -> str | None:
     return f"{moved:.1%} of the candidates differ" if moved > 0.02 else None
 
 
+SAMPLES: tuple[tuple[str, dict[str, int]], ...] = (
+    ("by row", {}),
+    ("float16", {}),
+    ("float32", {}),
+    ("float16", {"chunk": 2048, "warps": 4}),
+    ("float32", {"chunk": 2048, "warps": 4}),
+    ("float16", {"chunk": 8192}),
+    ("float16", {"chunk": 4096, "warps": 4}),
+    ("float16", {"rows_a_tile": 4}),
+    ("float16", {"rows_a_tile": 4, "wide": 16}),
+    ("float16", {"wide": 16}),
+    ("float16", {"wide": 8}),
+    ("float16", {"choose_warps": 16}),
+    ("float16", {"choose_warps": 16, "wide": 64}),
+    ("float16", {"choose_warps": 4, "rows_a_tile": 4, "wide": 16}),
+)
+
+
 def _samples(name: str, on: World) -> Iterator[Variant]:
+    """Sampling with the bounds given: neither their making nor the split counts twice."""
     want = sample_reference.sample(on.logits[0], *on.settings)
-    for chunk, warps, rows in ((4096, 8, 8), (2048, 4, 8), (8192, 8, 8), (4096, 8, 16)):
+    given = {
+        "by row": None,
+        "float16": bounds(on),
+        "float32": bounds(on, torch.float32),
+    }
+    moved = on.logits[0].nbytes
+    for noise, sizes in SAMPLES:
 
-        def run(
-            call: int, chunk: int = chunk, warps: int = warps, rows: int = rows
-        ) -> sampling.Sampled:
-            return sampling._launch_sample(
-                on.logits[call], *on.settings, chunk=chunk, warps=warps, rows_a_tile=rows
-            )
+        def run(call: int, noise: str = noise, sizes: dict[str, int] = sizes) -> sampling.Sampled:
+            return sampling._launch_sample(on.logits[call], *on.settings, given[noise], **sizes)
 
+        shown = "".join(f" {key} {value}" for key, value in sizes.items())
         yield Variant(
-            f"sample {name} | chunk {chunk} warps {warps} tile {rows}",
+            f"sample {name} | noise {noise}{shown}",
             run,
             lambda run=run: same(run(0), want),  # type: ignore[misc]
             CALLS,
-            on.logits[0].nbytes,
+            moved,
+        )
+    heat, _, top_p, _, seeds, positions = on.settings
+    yield Variant(f"bounds {name}", lambda _: bounds(on), lambda: None, CALLS, 0)
+    for noise, read in given.items():
+
+        def find(call: int, read: gumbel.NoiseBounds | None = read) -> sampling.Runs:
+            return sampling._find_runs(on.logits[call], heat, top_p, seeds, positions, read)
+
+        found = [find(call) for call in range(CALLS)]
+        ahead = sampling.AHEAD if read is None else sampling.AHEAD_OF_READ
+
+        def choose(
+            call: int, found: list[sampling.Runs] = found, ahead: float = ahead
+        ) -> sampling.Sampled:
+            return sampling._choose(on.logits[call], on.settings, found[call], ahead=ahead)
+
+        yield Variant(f"runs {name} | noise {noise}", find, lambda: None, CALLS, moved)
+        yield Variant(
+            f"choose {name} | noise {noise}",
+            choose,
+            lambda choose=choose: same(choose(0), want),  # type: ignore[misc]
+            CALLS,
+            0,
         )
 
 
@@ -263,10 +336,10 @@ def _commits(requests: int, on: World) -> Iterator[Variant]:
         yield Variant(f"commit R={requests} | columns {columns}", run, check, CALLS, moved)
 
 
-def _check_step(on: World) -> str | None:
+def _check_step(on: World, got: AcceptedPaths) -> str | None:
     values, ids = candidates(on)
     built = build_reference.tree_build(values.cpu(), ids.cpu(), NODES)
     tokens, finite = sample_reference.sample(on.logits[0], *on.settings)
     shape = built[0].shape
     given = (built[0], built[1], tokens.view(shape).cpu(), HORIZON + 1, finite.view(shape).cpu())
-    return same(step(on), accept_reference.tree_accept(*given))
+    return same(got, accept_reference.tree_accept(*given))

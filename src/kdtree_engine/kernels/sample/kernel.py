@@ -137,13 +137,8 @@ def _drawn_bound(left, right, seed, position, run, SUB: tl.constexpr, FAST: tl.c
 
 
 @triton.jit
-def _read_bound(left, right, noise, token, vocab, SUB: tl.constexpr, WHOLE: tl.constexpr):
-    """The same from a row of the noise's bounds; tokens of the left half [RUNS, SUB / 2]."""
-    if WHOLE:
-        near, far = tl.load(noise + token), tl.load(noise + token + SUB // 2)
-    else:
-        near = tl.load(noise + token, mask=token < vocab, other=0.0)
-        far = tl.load(noise + token + SUB // 2, mask=token + SUB // 2 < vocab, other=0.0)
+def _read_bound(left, right, near, far):
+    """The same from the halves' bounds of the noise."""
     unit = tl.full(left.shape, LOG2_E, tl.float32)
     bound = tl.fma(near.to(tl.float32), unit, left)
     return tl.max(tl.maximum(bound, tl.fma(far.to(tl.float32), unit, right)), 1) * LN2
@@ -177,9 +172,18 @@ def runs_kernel(
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
     run = chunk * RUNS + tl.arange(0, RUNS)
     token = run[:, None] * SUB + tl.arange(0, SUB // 2)[None, :]
+    heat, position = tl.load(temperature + row), tl.load(positions + row)
+    if noise is not None:
+        request = tl.program_id(1) // each
+        place = position - tl.load(contexts + request) - 1
     left = _values(logits + row * stride, token, vocab, WHOLE)
     right = _values(logits + row * stride, token + SUB // 2, vocab, WHOLE)
-    heat = tl.load(temperature + row)
+    if noise is not None:  # read here, so that one wait covers all
+        known = (heat > 0) & (place >= 0) & (place < depths)
+        here = noise + (request.to(tl.int64) * depths + place) * vocab + token
+        end = tl.where(known, vocab, 0)
+        near = tl.load(here, mask=token < end, other=0.0)
+        far = tl.load(here + SUB // 2, mask=token + SUB // 2 < end, other=0.0)
     tops = tl.max(tl.maximum(left, right), 1)
     out = row * tl.num_programs(0) * RUNS + run
     tl.store(run_max + out, tops)
@@ -191,16 +195,13 @@ def runs_kernel(
         # a smaller x than the true one would be no bound: a colder row's is larger
         scale = tl.div_rn(LOG2_E, tl.maximum(heat, COLDEST))
         left, right = (left - base) * scale, (right - base) * scale
-        seed, position = tl.load(seeds + row), tl.load(positions + row)
+        seed = tl.load(seeds + row)
         if noise is None:
             bound = _drawn_bound(left, right, seed, position, run, SUB, FAST)
+        elif known:
+            bound = _read_bound(left, right, near, far)
         else:
-            place = position - tl.load(contexts + row // each) - 1
-            if (place >= 0) & (place < depths):
-                noise += (row // each * depths + place) * vocab
-                bound = _read_bound(left, right, noise, token, vocab, SUB, WHOLE)
-            else:
-                bound = _drawn_bound(left, right, seed, position, run, SUB, FAST)
+            bound = _drawn_bound(left, right, seed, position, run, SUB, FAST)
         tl.store(run_bound + out, bound)
         if tl.load(top_p + row) < 1.0:
             tl.store(run_sum + out, tl.sum(tl.exp2(left) + tl.exp2(right), 1))
