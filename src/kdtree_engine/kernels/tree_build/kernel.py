@@ -17,6 +17,12 @@ compared, and H is bounded only by the width of a field.
 A float64 score is compared as two int32 halves of its order-preserving integer, since a warp's
 maximum of int32 is one instruction (redux.sync). Additions are the reference's, in its order. What
 the loop reads, the check of the order has brought near.
+
+A step is one warp's latency, so few things wait for one another. A slot holds, beside its
+candidate, what popping that brings: its next sibling and its first child. So the new frontier is
+known with the winner, and what its two new candidates will bring (loads and additions) is worked
+out beside the search for the next winner. Mostly one slot alone has the largest upper half; only
+where several have it, lower halves and places are compared.
 """
 
 from __future__ import annotations
@@ -32,9 +38,9 @@ HIGHEST = tl.constexpr(2147483647)
 
 @triton.jit
 def _order(score):
-    """int64 in the order of float64 scores; both zeros are 0."""
+    """int64 in the order of float64 scores, none of which is -0."""
     bits = score.to(tl.int64, bitcast=True)
-    return tl.where(score == 0.0, 0, bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF))
+    return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
 
 
 @triton.jit
@@ -58,6 +64,19 @@ def _score(high, low):
 @triton.jit
 def _finite(value):
     return (value > float("-inf")) & (value < float("inf"))
+
+
+@triton.jit
+def _halves(score):
+    """Both halves of a candidate's score; an empty slot's, where it is not finite."""
+    order = score.to(tl.int64, bitcast=True)
+    finite = ((order >> 52) & 0x7FF) != 0x7FF
+    return tl.where(finite, _high(score), LOWEST), _low(score)
+
+
+@triton.jit
+def _largest(mask, word):
+    return tl.max(tl.where(mask, word, LOWEST), 0)
 
 
 @triton.jit
@@ -124,79 +143,115 @@ def tree_kernel(
     begin(PDL)
     request = tl.program_id(0).to(tl.int64)
     values, names = log_probs + request * H * K, tokens + request * H * K
-    if _disordered(values, H, K, HP, KP):
-        to_values, to_names = sorted_values + request * H * K, sorted_names + request * H * K
-        _sort(values, names, to_values, to_names, H, K, KP)
-        tl.debug_barrier()
-        values, names = to_values, to_names
     deepest, most = request * 0 + H, request * 0 + budget  # int64, whatever the specialisation
     if depth_limit is not None:
         deepest = tl.minimum(deepest, tl.load(depth_limit + request))
     if node_limit is not None:
         most = tl.minimum(most, tl.load(node_limit + request))
+    if roots is not None:  # read here, so that one wait covers all
+        root = tl.load(roots + request)
+        context = tl.load(contexts + request).to(tl.int64)
+        first_slot = tl.load(scratch + request)
+    deepest, most = tl.maximum(deepest, 0).to(tl.int32), tl.maximum(most, 0).to(tl.int32)
+    if _disordered(values, H, K, HP, KP):
+        to_values, to_names = sorted_values + request * H * K, sorted_names + request * H * K
+        _sort(values, names, to_values, to_names, H, K, KP)
+        tl.debug_barrier()
+        values, names = to_values, to_names
 
     row = tl.arange(0, NP)
-    first = tl.load(values, mask=(deepest > 0) & (width > 0), other=float("-inf"))
-    start = tl.where(row == 0, first, float("-inf"))
-    high = tl.where(_finite(start), _high(start.to(tl.float64)), LOWEST)
-    low = _low(start.to(tl.float64))
+    none = float("-inf")
+    # The root has been popped: its score, and the numbers below it. No sum is -0, but of two -0.
+    score = tl.full([], 0.0, tl.float64)
+    old = tl.full([], none, tl.float32)
+    first, second = old, old
+    under = tl.load(values, mask=(deepest > 0) & (width > 0), other=none)
+    beside = tl.load(values + 1, mask=(deepest > 0) & (width > 1), other=none)
+    below = tl.load(values + K, mask=(deepest > 1) & (width > 0), other=none)
+    opening, opening_low = _halves(score + under.to(tl.float64))
+    # each slot's candidate, the sibling after it, its first child
+    high, low = tl.where(row == 0, opening, LOWEST), tl.where(row == 0, opening_low, LOWEST)
+    side_high, side_low = row * 0 + LOWEST, row * 0
+    down_high, down_low = row * 0 + LOWEST, row * 0
     # place << 19 | depth << 12 | rank << 6 | slot, of the slot's candidate
     about = tl.where(row == 0, 1 << 12, row)
-    from_of = tl.full([NP], -1, tl.int32)  # place of the row's candidate; its token is read last
-    parent_of, depth_of = tl.full([NP], -1, tl.int32), tl.zeros([NP], tl.int32)
-    score_of = tl.where(row == 0, 0.0, float("-inf")).to(tl.float64)
+    # of the rows made: `about` as it was, and the score's halves
+    about_of, high_of, low_of = row * 0 - 1, row * 0, row * 0
     # Ancestor bits in two words; int32 sums of a warp are one instruction, too.
     bits_low = tl.where(row < 32, 1, 0) << (row & 31)
     bits_high = tl.where(row >= 32, 1, 0) << (row & 31)
 
-    made = 0  # rows made so far, the root aside
-    best = tl.max(high, 0)
-    while (made < most) & (best != LOWEST):
-        made += 1
-        leading = high == best
-        best_low = tl.max(tl.where(leading, low, LOWEST), 0)
-        winner = tl.min(tl.where(leading & (low == best_low), about, HIGHEST), 0)
-        slot, rank = winner & 63, (winner >> 6) & 63
-        depth, place = (winner >> 12) & 127, winner >> 19
-        candidate = (depth - 1) * K + rank
-        here = values + candidate
-        old = tl.load(here).to(tl.float64)
-        beside = tl.load(here + 1, mask=rank + 1 < width, other=float("-inf"))
-        below = tl.load(values + depth * K, mask=depth < deepest, other=float("-inf"))
-        score = _score(best, best_low)
-        sibling = score - old + beside.to(tl.float64)
-        child = score + below.to(tl.float64)
-
+    slot = most * 0 - 1
+    made = most * 0  # rows made so far, the root aside
+    most = tl.where(opening == LOWEST, 0, most)
+    while made < most:
+        best = tl.max(high, 0)
+        # what popping the two newest candidates will bring
+        sibling, child = score - old + first, score + under
         popped, fresh = row == slot, row == made
-        from_of = tl.where(fresh, candidate, from_of)
-        parent_of, depth_of = tl.where(fresh, slot, parent_of), tl.where(fresh, depth, depth_of)
-        score_of = tl.where(fresh, score, score_of)
+        side, side_word = _halves(sibling - first + second)
+        down, down_word = _halves(sibling + under)
+        side_high, side_low = (
+            tl.where(popped, side, side_high),
+            tl.where(popped, side_word, side_low),
+        )
+        down_high, down_low = (
+            tl.where(popped, down, down_high),
+            tl.where(popped, down_word, down_low),
+        )
+        side, side_word = _halves(child - under + beside)
+        down, down_word = _halves(child + below)
+        side_high, side_low = tl.where(fresh, side, side_high), tl.where(fresh, side_word, side_low)
+        down_high, down_low = tl.where(fresh, down, down_high), tl.where(fresh, down_word, down_low)
+
+        leading = high == best
+        best_low = _largest(leading, low)
+        winner = tl.min(tl.where(leading, about, HIGHEST), 0)
+        made += 1
+        if winner != tl.max(tl.where(leading, about, -1), 0):  # several lead
+            winner = tl.min(tl.where(leading & (low == best_low), about, HIGHEST), 0)
+            if best == LOWEST:  # all slots are empty: no row is made, and the loop ends
+                made, winner = made * 0 + NP, winner * 0 + (1 << 12)
+        slot, rank, depth = winner & 63, (winner >> 6) & 63, (winner >> 12) & 127
+        here, beneath = values + ((depth - 1) * K + rank), values + depth * K
+        old = tl.load(here)
+        first = tl.load(here + 1, mask=rank + 1 < width, other=none)
+        second = tl.load(here + 2, mask=rank + 2 < width, other=none)
+        under = tl.load(beneath, mask=depth < deepest, other=none)
+        beside = tl.load(beneath + 1, mask=(depth < deepest) & (width > 1), other=none)
+        below = tl.load(beneath + K, mask=depth + 1 < deepest, other=none)
+
+        popped, fresh = about == winner, row == made
+        child_high, child_low = _largest(popped, down_high), _largest(popped, down_low)
+        high = tl.where(popped, side_high, tl.where(fresh, child_high, high))
+        low = tl.where(popped, side_low, tl.where(fresh, child_low, low))
+        score = _score(best, best_low)
+        about_of = tl.where(fresh, winner, about_of)
+        high_of, low_of = tl.where(fresh, best, high_of), tl.where(fresh, best_low, low_of)
         bits_low |= tl.where(fresh, tl.sum(tl.where(popped, bits_low, 0), 0), 0)
         bits_high |= tl.where(fresh, tl.sum(tl.where(popped, bits_high, 0), 0), 0)
+        about += tl.where(popped, 1 << 6, 0) + tl.where((about >> 19) >= (winner >> 19), 1 << 19, 0)
+        opened = (winner & ~0x7FFFF) | ((depth + 1) << 12) | made
+        about = tl.where(fresh, opened, about)
 
-        high = tl.where(popped, tl.where(_finite(beside), _high(sibling), LOWEST), high)
-        low = tl.where(popped, _low(sibling), low)
-        high = tl.where(fresh, tl.where(_finite(below), _high(child), LOWEST), high)
-        low = tl.where(fresh, _low(child), low)
-        about += tl.where(popped, 1 << 6, 0) + tl.where((about >> 19) >= place, 1 << 19, 0)
-        about = tl.where(fresh, (place << 19) | ((depth + 1) << 12) | made, about)
-        best = tl.max(high, 0)
-
+    node = about_of >= 0
+    depth_of = tl.where(node, (about_of >> 12) & 127, 0)
+    from_of = (depth_of - 1) * K + ((about_of >> 6) & 63)
+    score_of = tl.where(row == 0, 0.0, none).to(tl.float64)
+    score_of = tl.where(node, _score(high_of, low_of), score_of)
     rows = budget + 1
     out, kept = request * rows + row, row < rows
-    tl.store(nodes + request, made.to(tl.int64))
-    name_of = tl.load(names + from_of, mask=from_of >= 0, other=-1)
+    tl.store(nodes + request, tl.sum(node.to(tl.int32), 0).to(tl.int64))
+    name_of = tl.load(names + from_of, mask=node, other=-1)
     tl.store(row_tokens + out, name_of, mask=kept)
-    tl.store(parents + out, parent_of.to(tl.int64), mask=kept)
+    tl.store(parents + out, tl.where(node, about_of & 63, -1).to(tl.int64), mask=kept)
     tl.store(depths + out, depth_of.to(tl.int64), mask=kept)
     tl.store(scores + out, score_of, mask=kept)
     whole = (bits_high.to(tl.int64) << 32) | (bits_low.to(tl.int64) & 0xFFFFFFFF)
     tl.store(bits + out, whole, mask=kept)
     if roots is not None:
-        root = tl.load(roots + request)
-        context = tl.load(contexts + request).to(tl.int64)
         step_token = tl.where(row == 0, root, tl.maximum(name_of, 0))
         tl.store(step_tokens + out, step_token, mask=kept)
         position = tl.minimum(context + depth_of, last_position)
         tl.store(positions + out, position, mask=kept)
-        tl.store(slots + out, tl.load(scratch + request) + row, mask=kept)
+        tl.store(slots + out, first_slot + row, mask=kept)
