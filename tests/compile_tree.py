@@ -40,6 +40,9 @@ def launches(device: str = "meta") -> None:
         names = empty(1, horizon, ranks)
         build._launch_tree(values, names, budget)
         build._launch_tree(values, names, budget, empty(1), empty(1), False, places, 1 << 18)
+        limits = (None, None, False, places, 1 << 18)
+        noise = gumbel.NoiseWanted(empty(1), column(1), HORIZON + 1, VOCAB)
+        build._launch_tree(values, names, budget, *limits, noise)
 
     tree = empty(1, ROWS)
     mask._launch_mask(tree)

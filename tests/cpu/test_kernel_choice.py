@@ -38,11 +38,10 @@ def bounds_for(inputs: tuple[Tensor, ...], requests: int, depths: int) -> NoiseB
     return _launch_bounds(seeds, (positions - 1).int(), hot, depths, inputs[0].shape[1], block=64)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_bounds_are_no_smaller_than_the_noise(dtype: torch.dtype) -> None:
+def test_bounds_are_no_smaller_than_the_noise() -> None:
     seeds, contexts = torch.tensor([3, -(2**60), 8]), torch.tensor([0, 2**31 - 3, 77]).int()
     heat, depths, vocab = torch.tensor([0.4, 1.0, 0.0]), 3, 5001
-    values, _ = _launch_bounds(seeds, contexts, heat, depths, vocab, dtype=dtype)
+    values, _ = _launch_bounds(seeds, contexts, heat, depths, vocab)
     positions = contexts[:, None].long() + 1 + torch.arange(depths)
     pairs = seeds[:, None].expand_as(positions)[:2], positions[:2]
     noise = gumbel(*(value.flatten() for value in pairs), vocab).view(2, depths, vocab)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kdtree_engine.kernels.gumbel import cases as gumbel_cases
-from kdtree_engine.kernels.gumbel import gumbel, noise_bounds
+from kdtree_engine.kernels.gumbel import NoiseWanted, gumbel, noise_bounds
 from kdtree_engine.kernels.gumbel import reference as gumbel_reference
 from kdtree_engine.kernels.sample import _launch_sample, sample
 from kdtree_engine.kernels.sample import cases as sample_cases
@@ -87,7 +87,7 @@ def test_bounds_of_the_noise_change_no_token(vocab: int, spread: float) -> None:
     depth = torch.arange(rows, device="cuda") % 16 % 5
     inputs[1], inputs[5] = (value.repeat_interleave(16) for value in (heats, seeds))
     inputs[6] = contexts.long().repeat_interleave(16) + 1 + depth
-    noise = noise_bounds(seeds, contexts, heats, 4, vocab)
+    noise = noise_bounds(NoiseWanted(seeds, heats, 4, vocab), contexts)
     assert noise is not None
     positions = (contexts.long()[:, None] + 1 + torch.arange(4, device="cuda")).flatten()
     true = gumbel(seeds.repeat_interleave(4), positions, vocab).view(4, 4, vocab)[1:]

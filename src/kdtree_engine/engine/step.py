@@ -21,7 +21,7 @@ from kdtree_engine.engine.batch import sampling_rows, tree_inputs
 from kdtree_engine.engine.policy import TreePolicy
 from kdtree_engine.engine.record import Walk, pack
 from kdtree_engine.engine.state import DecodeState, Standing
-from kdtree_engine.kernels.gumbel import NoiseBounds, noise_bounds
+from kdtree_engine.kernels.gumbel import NoiseWanted
 from kdtree_engine.kernels.tree_accept import tree_accept
 from kdtree_engine.kernels.tree_build import BuiltTrees, PlannedTrees, TreePlaces, plan_trees
 from kdtree_engine.model import Kimi
@@ -71,7 +71,6 @@ def decode_step(
     """
     standing = parts.state.at(places)
     length = path_length(parts.drafter, rows)
-    noise = shared_noise(parts, standing, rows, length)
     planned = draft(parts, standing, rows, blocks, watch)
     trees = planned.trees
     inputs = tree_inputs(standing, planned)
@@ -84,7 +83,7 @@ def decode_step(
         parts.drafter.tap_layers,
     )
     watch.lap("forward")
-    picks = sample(out.logits, sampling_rows(standing, inputs.positions), noise)
+    picks = sample(out.logits, sampling_rows(standing, inputs.positions), planned.noise)
     watch.lap("sample")
     walk = walk_trees(standing, trees, picks, length)
     commit(parts, standing, walk, planned.rows.slots, out.taps)
@@ -99,16 +98,15 @@ def path_length(drafter: Drafter, rows: int) -> int:
     return 1 + min(drafter.horizon, rows - 1)
 
 
-def shared_noise(
-    parts: StepParts, standing: Standing, rows: int, length: int
-) -> NoiseBounds | None:
+def shared_noise(parts: StepParts, standing: Standing, rows: int) -> NoiseWanted | None:
     """What sampling may read instead of drawing the noise of each row: rows at one depth share
     theirs. Nothing where trees have fewer than two rows a depth.
     """
+    length = path_length(parts.drafter, rows)
     if rows < 2 * length:
         return None
     vocab = parts.target.config.vocab_size
-    return noise_bounds(standing.seed, standing.context, standing.temperature, length, vocab)
+    return NoiseWanted(standing.seed, standing.temperature, length, vocab)
 
 
 def draft(
@@ -136,6 +134,7 @@ def draft(
         # A path of depth d emits d + 1 tokens: deeper nodes than remaining - 1 could not be used.
         depth_limit=standing.remaining.long() - 1,
         chain=parts.policy.chain,
+        noise=shared_noise(parts, standing, rows),
     )
     watch.lap("tree")
     return planned

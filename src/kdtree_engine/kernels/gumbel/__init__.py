@@ -59,15 +59,25 @@ class NoiseBounds(NamedTuple):
     contexts: Tensor
 
 
-def noise_bounds(
-    seeds: Tensor, contexts: Tensor, temperature: Tensor, depths: int, vocab: int
-) -> NoiseBounds | None:
-    """Bounds of the noise of the next `depths` tokens after contexts [B] committed ones.
-
-    seeds [B] int64, temperature [B] float32. The rows of a draft tree at one depth share their
-    noise, and whoever looks for their largest perturbed logit reads the bounds instead of drawing
-    the noise for every row. None where operators run without kernels: nobody would read them.
+class NoiseWanted(NamedTuple):
+    """Bounds of `depths` tokens each of B requests, of `vocab` numbers a token. seeds [B] int64,
+    temperature [B] float32.
     """
+
+    seeds: Tensor
+    temperature: Tensor
+    depths: int
+    vocab: int
+
+
+def noise_bounds(wanted: NoiseWanted, contexts: Tensor) -> NoiseBounds | None:
+    """Bounds of the noise of the next tokens after contexts [B] committed ones.
+
+    The rows of a draft tree at one depth share their noise, and whoever looks for their largest
+    perturbed logit reads the bounds instead of drawing the noise for every row. None where
+    operators run without kernels: nobody would read them.
+    """
+    seeds, temperature, depths, vocab = wanted
     assert seeds.shape == contexts.shape == temperature.shape and depths > 0 and vocab > 0
     if not has_kernel(seeds):
         return None
@@ -81,11 +91,10 @@ def _launch_bounds(
     depths: int,
     vocab: int,
     block: int = 256,
-    dtype: torch.dtype = torch.float16,
 ) -> NoiseBounds:
     from kdtree_engine.kernels.gumbel.kernel import bounds_kernel
 
-    values = torch.empty(len(seeds), depths, vocab, dtype=dtype, device=seeds.device)
+    values = torch.empty(len(seeds), depths, vocab, dtype=torch.float16, device=seeds.device)
     if len(seeds):
         bounds_kernel[-(-vocab // (4 * block)), depths, len(seeds)](
             seeds.contiguous(), contexts.contiguous(), temperature.contiguous(), values, vocab,
@@ -94,4 +103,4 @@ def _launch_bounds(
     return NoiseBounds(values, contexts)
 
 
-__all__ = ["NoiseBounds", "gumbel", "noise_bounds"]
+__all__ = ["NoiseBounds", "NoiseWanted", "gumbel", "noise_bounds"]

@@ -129,29 +129,34 @@ def gumbel_kernel(
 
 
 @triton.jit
+def store_bounds(seed, position, first, out, vocab, BLOCK: tl.constexpr, FAST: tl.constexpr):
+    """Bounds of the noise of 4 BLOCK tokens, from counter block `first` on, to the row at `out`.
+
+    float16 rounds by 2^-11 of the number, or by 2^-25; the widening by 2^-10 of it and 2^-15 is
+    more than that and the approximation's 2^-16.
+    """
+    token = first * 4 + tl.arange(0, BLOCK * 4)
+    value = approximate(words(seed, position, first + tl.arange(0, BLOCK)), FAST)
+    value += tl.abs(value) * 0.0009765625 + 0.000030517578125
+    tl.store(out + token, value.to(out.dtype.element_ty), mask=token < vocab)
+
+
+@triton.jit
 def bounds_kernel(
     seeds,  # [B] int64
     contexts,  # [B] int32 or int64
     temperature,  # [B] float32; where it is 0 nothing is written
-    bounds,  # [B, depths, vocab] float16 or float32
+    bounds,  # [B, depths, vocab] float16
     vocab,
     BLOCK: tl.constexpr,  # counter blocks a program: 4 BLOCK tokens
     FAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (chunks, depths, B). Bounds of the noise at position contexts + 1 + depth.
-
-    float16 rounds by 2^-11 of the number, or by 2^-25; the widening by 2^-10 of it and 2^-15 is
-    more than that and the approximation's 2^-16.
-    """
+    """Grid (chunks, depths, B). Bounds of the noise at position contexts + 1 + depth."""
     begin(PDL)
     request, depth = tl.program_id(2), tl.program_id(1)
     if tl.load(temperature + request) > 0:
         position = tl.load(contexts + request).to(tl.int64) + 1 + depth
-        blocks = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        token = tl.program_id(0) * BLOCK * 4 + tl.arange(0, BLOCK * 4)
-        value = approximate(words(tl.load(seeds + request), position, blocks), FAST)
-        value += tl.abs(value) * 0.0009765625 + 0.000030517578125
-        row = (request * tl.num_programs(1) + depth).to(tl.int64)
-        out = bounds + row * vocab + token
-        tl.store(out, value.to(bounds.dtype.element_ty), mask=token < vocab)
+        out = bounds + (request * tl.num_programs(1) + depth).to(tl.int64) * vocab
+        first = tl.program_id(0) * BLOCK
+        store_bounds(tl.load(seeds + request), position, first, out, vocab, BLOCK, FAST)

@@ -1,4 +1,5 @@
-"""Best-first draft trees, ancestor bits and the step's rows, one warp a request.
+"""Best-first draft trees, ancestor bits and the step's rows, one warp a request; beside them, on
+multiprocessors that would idle, bounds of the noise that sampling will read.
 
     log_probs, tokens [R, H, K]  ->  tokens, parents, depths, scores, bits [R, N], N = budget + 1
 
@@ -30,6 +31,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kdtree_engine.kernels.gumbel.kernel import store_bounds
 from kdtree_engine.kernels.prologue import begin
 
 LOWEST = tl.constexpr(-2147483648)  # high half of an empty slot; no finite score has it
@@ -87,7 +89,7 @@ def _disordered(values, H, K, HP: tl.constexpr, KP: tl.constexpr):
     here = tl.load(values + depth * K + rank, mask=inside, other=0.0)
     after = tl.load(values + depth * K + rank + 1, mask=inside, other=float("-inf"))
     wrong = _finite(after) & ((after > here) | (here != here) | (here == float("inf")))
-    return tl.max(tl.max(wrong.to(tl.int32), 1), 0) > 0
+    return tl.max(tl.max(wrong.to(tl.int32), 0), 0) > 0
 
 
 @triton.jit
@@ -110,6 +112,25 @@ def _sort(values, names, to_values, to_names, H, K, KP: tl.constexpr):
 
 
 @triton.jit
+def _noise(
+    noise, seeds, contexts, temperature, requests, reach, vocab, BLOCK: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """This helper's share of the bounds: pieces of 4 BLOCK tokens of one row of `noise`."""
+    pieces = tl.cdiv(vocab, 4 * BLOCK)
+    piece = tl.program_id(0) - requests
+    while piece < requests * reach * pieces:
+        line = piece // pieces
+        request = line // reach
+        if tl.load(temperature + request) > 0:
+            position = tl.load(contexts + request).to(tl.int64) + 1 + line % reach
+            out = noise + line.to(tl.int64) * vocab
+            first = piece % pieces * BLOCK
+            store_bounds(tl.load(seeds + request), position, first, out, vocab, BLOCK, FAST)
+        piece += tl.num_programs(0) - requests
+
+
+@triton.jit
 def tree_kernel(
     log_probs,  # [R, H, K] float32
     tokens,  # [R, H, K] int64
@@ -129,6 +150,12 @@ def tree_kernel(
     step_tokens,  # [R, N] int64
     positions,  # [R, N] int64
     slots,  # [R, N] int64
+    seeds,  # [R] int64 or None; with it the next two
+    temperature,  # [R] float32
+    noise,  # [R, reach, vocab] float16: see bounds_kernel in kernels/gumbel
+    requests,
+    reach,
+    vocab,
     H,
     K,
     width,  # ranks that may be used: min(K, budget), 1 for a chain
@@ -137,10 +164,16 @@ def tree_kernel(
     HP: tl.constexpr,  # powers of two from H, K and N
     KP: tl.constexpr,
     NP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One request."""
+    """Grid (R + helpers): a request a program, then the helpers, where there is noise to bound."""
     begin(PDL)
+    if seeds is not None:
+        if tl.program_id(0) >= requests:
+            _noise(noise, seeds, contexts, temperature, requests, reach, vocab, BLOCK, FAST)
+            return
     request = tl.program_id(0).to(tl.int64)
     values, names = log_probs + request * H * K, tokens + request * H * K
     deepest, most = request * 0 + H, request * 0 + budget  # int64, whatever the specialisation
@@ -191,14 +224,10 @@ def tree_kernel(
         popped, fresh = row == slot, row == made
         side, side_word = _halves(sibling - first + second)
         down, down_word = _halves(sibling + under)
-        side_high, side_low = (
-            tl.where(popped, side, side_high),
-            tl.where(popped, side_word, side_low),
-        )
-        down_high, down_low = (
-            tl.where(popped, down, down_high),
-            tl.where(popped, down_word, down_low),
-        )
+        side_high = tl.where(popped, side, side_high)
+        side_low = tl.where(popped, side_word, side_low)
+        down_high = tl.where(popped, down, down_high)
+        down_low = tl.where(popped, down_word, down_low)
         side, side_word = _halves(child - under + beside)
         down, down_word = _halves(child + below)
         side_high, side_low = tl.where(fresh, side, side_high), tl.where(fresh, side_word, side_low)
