@@ -13,19 +13,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kdtree_engine.kernels import cache_commit, gumbel, top_k
+from kdtree_engine.kernels import cache_commit, gumbel, top_k, tree_build
 from kdtree_engine.kernels import sample as sampling
 from kdtree_engine.kernels.cache_commit import reference as commit_reference
 from kdtree_engine.kernels.sample import reference as sample_reference
 from kdtree_engine.kernels.top_k import reference as top_reference
 from kdtree_engine.kernels.tree_accept import AcceptedPaths, tree_accept
 from kdtree_engine.kernels.tree_accept import reference as accept_reference
-from kdtree_engine.kernels.tree_build import PlannedTrees, TreePlaces, plan_trees
+from kdtree_engine.kernels.tree_build import PlannedTrees, TreePlaces
 from kdtree_engine.kernels.tree_build import reference as build_reference
 from kdtree_engine.kernels.tree_mask import tree_mask
 from ops.base import Variant
 
 VOCAB, HORIZON, NODES, LAYERS, DRAFT_LAYERS = 163_840, 7, 63, 61, 5
+CONTEXT = 60
 SETTINGS = {
     "T=0": (0.0, 0, 1.0, 0.0),
     "T=1": (1.0, 0, 1.0, 0.0),
@@ -43,7 +44,7 @@ class World(NamedTuple):
     logits: list[Tensor]  # [R N, V]
     settings: tuple[Tensor, ...]  # of the rows
     noise: tuple[Tensor, Tensor, Tensor]  # temperatures, seeds and positions of the draft rows
-    standing: tuple[Tensor, Tensor, Tensor]  # seeds, contexts and temperatures of the requests
+    wanted: gumbel.NoiseWanted  # bounds of the noise that the sampled rows share
     places: TreePlaces
     pages: Tensor
     latents: list[Tensor]
@@ -71,18 +72,23 @@ def world(requests: int, setting: tuple[float, int, float, float]) -> World:
         column(p, torch.float32, rows),
         column(q, torch.float32, rows),
         column(7, torch.int64, rows),
-        torch.arange(rows, device="cuda") % (HORIZON + 1) + 1000,
+        torch.arange(rows, device="cuda") % (HORIZON + 1) + CONTEXT + 1,
     )
     drafted = requests * HORIZON
-    positions = torch.arange(drafted, device="cuda") % HORIZON + 1000
+    positions = torch.arange(drafted, device="cuda") % HORIZON + CONTEXT + 1
     place = torch.arange(requests, device="cuda")
-    contexts = torch.full((requests,), 60, dtype=torch.int32, device="cuda")
+    contexts = torch.full((requests,), CONTEXT, dtype=torch.int32, device="cuda")
     return World(
         [logits(drafted) for _ in range(CALLS)],
         [logits(rows) for _ in range(CALLS)],
         settings,
         (column(heat, torch.float32, drafted), column(7, torch.int64, drafted), positions),
-        (column(7, torch.int64, requests), contexts + 939, column(heat, torch.float32, requests)),
+        gumbel.NoiseWanted(
+            column(7, torch.int64, requests),
+            column(heat, torch.float32, requests),
+            HORIZON + 1,
+            VOCAB,
+        ),
         TreePlaces(place + 5, contexts, (requests * 4 + place) * 64),
         torch.arange(requests * 4, device="cuda").view(requests, 4).int(),
         [torch.randn(total, 64, 576, device="cuda").bfloat16() for _ in range(LAYERS)],
@@ -96,8 +102,17 @@ def candidates(on: World, call: int = 0) -> tuple[Tensor, Tensor]:
     return values.view(-1, HORIZON, NODES), ids.view(-1, HORIZON, NODES)
 
 
-def plan(on: World, values: Tensor, ids: Tensor) -> PlannedTrees:
-    return plan_trees(values, ids, NODES, on.places, 1 << 18)
+def plan(
+    on: World, values: Tensor, ids: Tensor, noise: bool = True, helpers: int = tree_build.HELPERS
+) -> PlannedTrees:
+    """Trees, and with them the bounds of the noise."""
+    wanted = on.wanted if noise else None
+    made = tree_build._launch_tree(
+        values, ids, NODES, None, None, False, on.places, 1 << 18, wanted, helpers
+    )
+    trees, ancestors, rows, bounds = made
+    assert rows is not None
+    return PlannedTrees(trees, ancestors, rows, bounds)
 
 
 def walk(trees: PlannedTrees, picked: sampling.Sampled) -> AcceptedPaths:
@@ -111,38 +126,29 @@ def walk(trees: PlannedTrees, picked: sampling.Sampled) -> AcceptedPaths:
     )
 
 
-def commit(on: World, trees: PlannedTrees, paths: AcceptedPaths) -> None:
-    for layers in (on.latents, on.states):
+def commit(on: World, trees: PlannedTrees, paths: AcceptedPaths, states: bool = False) -> None:
+    """The latents' rows. states: the drafter's, too, which in a step it writes itself."""
+    for layers in (on.latents, on.states)[: 1 + states]:
         cache_commit.commit_paths_device(
             layers, trees.rows.slots, paths.indices, paths.lengths, on.places.contexts, on.pages,
             (len(on.latents[0]) - 1) * 64,
         )  # fmt: skip
 
 
-def bounds(on: World, dtype: torch.dtype = torch.float16) -> gumbel.NoiseBounds:
-    """Of the noise that the sampled rows share."""
-    return gumbel._launch_bounds(*on.standing, HORIZON + 1, VOCAB, dtype=dtype)
-
-
-def step(on: World, call: int = 0, noise: str = "in turn", **tiles: int) -> AcceptedPaths:
+def step(
+    on: World, call: int = 0, noise: bool = True, states: bool = False,
+    helpers: int = tree_build.HELPERS, merge_warps: int = 8, **tiles: int,
+) -> AcceptedPaths:  # fmt: skip
     """Everything in order; the positions of the sampled rows are given, not the trees'.
 
-    noise: its bounds come first ("in turn"), beside the draft ("beside"), or every row draws its
-    own ("by row"). tiles: of sampling.
+    noise: its bounds come with the trees, or every row draws its own. tiles: of sampling.
     """
-    read = bounds(on) if noise == "in turn" else None
-    side = None
-    if noise == "beside":
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            read = bounds(on)
-    trees = plan(on, *candidates(on, call))
-    if side is not None:
-        torch.cuda.current_stream().wait_stream(side)
-    picked = sampling._launch_sample(on.logits[call], *on.settings, read, **tiles)
+    values, ids = top_k._launch_top(on.drafts[call], NODES, *on.noise, merge_warps=merge_warps)
+    shape = (-1, HORIZON, NODES)
+    trees = plan(on, values.view(shape), ids.view(shape), noise, helpers)
+    picked = sampling._launch_sample(on.logits[call], *on.settings, trees.noise, **tiles)
     paths = walk(trees, picked)
-    commit(on, trees, paths)
+    commit(on, trees, paths, states)
     return paths
 
 
@@ -161,28 +167,41 @@ def variants() -> Iterator[Variant]:
     for requests in (1, 8):
         on = world(requests, SETTINGS["T=0"])
         yield from _candidates(f"R={requests} T=0", on)
-        yield from _trees(requests, on)
+        yield from _trees(requests, "T=0", on)
         yield from _commits(requests, on)
         for name, setting in SETTINGS.items():
             on = world(requests, setting)
             if name == "T=1":
                 yield from _candidates(f"R={requests} T=1", on)
+                yield from _trees(requests, "T=1", on)
             yield from _samples(f"R={requests} {name}", on)
             yield from _steps(f"R={requests} {name}", on)
 
 
+STEPS: tuple[dict[str, int], ...] = (
+    {},
+    {"noise": False},
+    {"states": True},
+    {"helpers": 1},
+    {"helpers": 8},
+    {"merge_warps": 16},
+    {"chunk": 2048, "warps": 4},
+    {"rows_a_tile": 8, "wide": 32},
+)
+
+
 def _steps(name: str, on: World) -> Iterator[Variant]:
     moved = on.drafts[0].nbytes + on.logits[0].nbytes
-    tiles: tuple[dict[str, int], ...] = ({}, {"wide": 16}, {"choose_warps": 16})
-    ways = [(calls, noise, {}) for calls in (1, CALLS) for noise in ("in turn", "beside", "by row")]
-    for calls, noise, sizes in (*ways, *((1, "in turn", one) for one in tiles[1:])):
+    bare = name.endswith(("T=0", "T=1"))  # no filters
+    ways = [(1, sizes) for sizes in (STEPS if bare else STEPS[:2])]
+    for calls, sizes in (*ways, (CALLS, {})):
 
-        def run(call: int, noise: str = noise, sizes: dict[str, int] = sizes) -> AcceptedPaths:
-            return step(on, call, noise, **sizes)
+        def run(call: int, sizes: dict[str, int] = sizes) -> AcceptedPaths:
+            return step(on, call, **sizes)  # type: ignore[arg-type]
 
-        shown = "".join(f" {key} {value}" for key, value in sizes.items())
+        shown = "".join(f" {key} {int(value)}" for key, value in sizes.items())
         yield Variant(
-            f"step {name} | {calls} in a graph, noise {noise}{shown}",
+            f"step {name} | {calls} in a graph{shown}",
             run,
             lambda run=run: _check_step(on, run(0)),  # type: ignore[misc]
             calls,
@@ -192,8 +211,8 @@ def _steps(name: str, on: World) -> Iterator[Variant]:
 
 def _candidates(name: str, on: World) -> Iterator[Variant]:
     want = top_reference.top_log_probs(on.drafts[0], NODES, *on.noise)[1]
-    launches = ((2048, 8, 32, 8), (1024, 4, 32, 8), (2048, 8, 64, 8), (2048, 8, 32, 4))
-    for chunk, warps, length, merging in (*launches, (2048, 8, 32, 16)):
+    launches = ((1024, 4, 32, 8), (1024, 4, 32, 16), (2048, 8, 32, 8), (1024, 4, 64, 8))
+    for chunk, warps, length, merging in launches:
 
         def run(
             call: int, chunk: int = chunk, warps: int = warps, length: int = length,
@@ -221,72 +240,54 @@ def _check_candidates(ids: Tensor, want: Tensor, on: World) -> str | None:
     return f"{moved:.1%} of the candidates differ" if moved > 0.02 else None
 
 
-SAMPLES: tuple[tuple[str, dict[str, int]], ...] = (
-    ("by row", {}),
-    ("float16", {}),
-    ("float32", {}),
-    ("float16", {"chunk": 2048, "warps": 4}),
-    ("float32", {"chunk": 2048, "warps": 4}),
-    ("float16", {"chunk": 8192}),
-    ("float16", {"chunk": 4096, "warps": 4}),
-    ("float16", {"rows_a_tile": 4}),
-    ("float16", {"rows_a_tile": 4, "wide": 16}),
-    ("float16", {"wide": 16}),
-    ("float16", {"wide": 8}),
-    ("float16", {"choose_warps": 16}),
-    ("float16", {"choose_warps": 16, "wide": 64}),
-    ("float16", {"choose_warps": 4, "rows_a_tile": 4, "wide": 16}),
+SAMPLES: tuple[tuple[bool, dict[str, int]], ...] = (
+    (True, {}),
+    (False, {}),
+    (True, {"chunk": 2048, "warps": 4}),
+    (True, {"rows_a_tile": 8, "wide": 32}),
+    (True, {"rows_a_tile": 8}),
 )
 
 
 def _samples(name: str, on: World) -> Iterator[Variant]:
-    """Sampling with the bounds given: neither their making nor the split counts twice."""
+    """Sampling with the bounds given, and its two kernels alone."""
     want = sample_reference.sample(on.logits[0], *on.settings)
-    given = {
-        "by row": None,
-        "float16": bounds(on),
-        "float32": bounds(on, torch.float32),
-    }
+    bounds = gumbel._launch_bounds(
+        on.wanted.seeds, on.places.contexts, on.wanted.temperature, HORIZON + 1, VOCAB
+    )
     moved = on.logits[0].nbytes
     for noise, sizes in SAMPLES:
+        read = bounds if noise else None
 
-        def run(call: int, noise: str = noise, sizes: dict[str, int] = sizes) -> sampling.Sampled:
-            return sampling._launch_sample(on.logits[call], *on.settings, given[noise], **sizes)
+        def run(
+            call: int, read: gumbel.NoiseBounds | None = read, sizes: dict[str, int] = sizes
+        ) -> sampling.Sampled:
+            return sampling._launch_sample(on.logits[call], *on.settings, read, **sizes)
 
         shown = "".join(f" {key} {value}" for key, value in sizes.items())
         yield Variant(
-            f"sample {name} | noise {noise}{shown}",
+            f"sample {name} | noise {'read' if noise else 'by row'}{shown}",
             run,
             lambda run=run: same(run(0), want),  # type: ignore[misc]
             CALLS,
             moved,
         )
     heat, _, top_p, _, seeds, positions = on.settings
-    yield Variant(f"bounds {name}", lambda _: bounds(on), lambda: None, CALLS, 0)
-    for noise, read in given.items():
 
-        def find(call: int, read: gumbel.NoiseBounds | None = read) -> sampling.Runs:
-            return sampling._find_runs(on.logits[call], heat, top_p, seeds, positions, read)
+    def find(call: int) -> sampling.Runs:
+        return sampling._find_runs(on.logits[call], heat, top_p, seeds, positions, bounds)
 
-        found = [find(call) for call in range(CALLS)]
-        ahead = sampling.AHEAD if read is None else sampling.AHEAD_OF_READ
+    found = [find(call) for call in range(CALLS)]
 
-        def choose(
-            call: int, found: list[sampling.Runs] = found, ahead: float = ahead
-        ) -> sampling.Sampled:
-            return sampling._choose(on.logits[call], on.settings, found[call], ahead=ahead)
+    def choose(call: int) -> sampling.Sampled:
+        ahead = sampling.AHEAD_OF_READ
+        return sampling._choose(on.logits[call], on.settings, found[call], ahead=ahead)
 
-        yield Variant(f"runs {name} | noise {noise}", find, lambda: None, CALLS, moved)
-        yield Variant(
-            f"choose {name} | noise {noise}",
-            choose,
-            lambda choose=choose: same(choose(0), want),  # type: ignore[misc]
-            CALLS,
-            0,
-        )
+    yield Variant(f"runs {name} | noise read", find, lambda: None, CALLS, moved)
+    yield Variant(f"choose {name}", choose, lambda: same(choose(0), want), CALLS, 0)
 
 
-def _trees(requests: int, on: World) -> Iterator[Variant]:
+def _trees(requests: int, name: str, on: World) -> Iterator[Variant]:
     values, ids = candidates(on)
     trees = plan(on, values, ids)
     picked = sampling.sample(on.logits[0], *on.settings)
@@ -297,9 +298,14 @@ def _trees(requests: int, on: World) -> Iterator[Variant]:
         picks[here, above] = trees.trees.tokens[:, row]
     taken = sampling.Sampled(picks.flatten(), picked.finite)
 
-    def check_plan() -> str | None:
+    def check_plan(made: PlannedTrees) -> str | None:
         want = build_reference.tree_build(values.cpu(), ids.cpu(), NODES)
-        return same(plan(on, values, ids).trees, want)
+        wrong = same(made.trees, want)
+        if made.noise is None or name == "T=0" or wrong:
+            return wrong
+        seeds, heat, depths, vocab = on.wanted
+        bounds = gumbel._launch_bounds(seeds, on.places.contexts, heat, depths, vocab)
+        return same((made.noise.values,), (bounds.values,))
 
     def check_walk() -> str | None:
         given = (trees.trees.tokens, trees.trees.parents, picks, HORIZON + 1)
@@ -308,7 +314,21 @@ def _trees(requests: int, on: World) -> Iterator[Variant]:
     def check_mask() -> str | None:
         return same((tree_mask(trees.trees.parents),), (trees.ancestors,))
 
-    yield Variant(f"tree_build R={requests}", lambda _: plan(on, values, ids), check_plan, CALLS, 0)
+    for noise, helpers in ((False, 0), (True, 1), (True, 3), (True, 8)):
+
+        def build(_: int, noise: bool = noise, helpers: int = helpers) -> PlannedTrees:
+            return plan(on, values, ids, noise, helpers)
+
+        shown = f"noise by {helpers} a multiprocessor" if noise else "no noise"
+        yield Variant(
+            f"tree_build R={requests} {name} | {shown}",
+            build,
+            lambda build=build: check_plan(build(0)),  # type: ignore[misc]
+            CALLS,
+            0,
+        )
+    if name != "T=0":
+        return
     yield Variant(f"tree_accept R={requests}", lambda _: walk(trees, taken), check_walk, CALLS, 0)
     yield Variant(
         f"tree_mask R={requests}", lambda _: tree_mask(trees.trees.parents), check_mask, CALLS, 0
@@ -321,7 +341,7 @@ def _commits(requests: int, on: World) -> Iterator[Variant]:
     indices = torch.arange(length, device="cuda").mul(7).expand(requests, length).contiguous()
     lengths = torch.full((requests,), length, device="cuda")
     move = (slots, indices, lengths, on.places.contexts, on.pages)
-    for columns in (32, 64, 128, 512):
+    for columns in (128, 256, 512):
 
         def run(_: int, columns: int = columns) -> None:
             cache_commit._launch_paths(on.latents, *move, columns=columns)

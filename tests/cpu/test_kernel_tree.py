@@ -143,7 +143,9 @@ def test_noise_comes_with_the_trees(helpers: int) -> None:
     """As bounds_kernel makes it, and where the temperature is 0 untouched; the trees unchanged."""
     case = build_cases.CASES["peaked"]._replace(budget=15)
     log_probs, tokens = build_cases.inputs(case)
-    places = TreePlaces(torch.tensor([5, 6]), torch.tensor([60, 2**31 - 9]).int(), torch.tensor([0, 64]))
+    places = TreePlaces(
+        torch.tensor([5, 6]), torch.tensor([60, 2**31 - 9]).int(), torch.tensor([0, 64])
+    )
     seeds, depths, vocab = torch.tensor([3, -(2**60)]), 3, 1300
     for heat in ([0.7, 1.0], [1.0, 0.0]):
         wanted = NoiseWanted(seeds, torch.tensor(heat), depths, vocab)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kdtree_engine.kernels.gumbel import cases as gumbel_cases
 from kdtree_engine.kernels.gumbel import NoiseWanted, gumbel, noise_bounds
+from kdtree_engine.kernels.gumbel import cases as gumbel_cases
 from kdtree_engine.kernels.gumbel import reference as gumbel_reference
 from kdtree_engine.kernels.sample import _launch_sample, sample
 from kdtree_engine.kernels.sample import cases as sample_cases

@@ -63,7 +63,7 @@ def commit_paths_device(
 
 def columns_for(rows: int) -> int:
     """Words of a row that a program moves: with `rows` rows of them it stays in registers."""
-    return max(32, min(128, 4096 // rows))
+    return max(32, min(512, 4096 // rows))
 
 
 def _words(layer: Tensor) -> int:

@@ -143,8 +143,8 @@ def _choose(
     runs: Runs,
     margin: float = MARGIN,
     ahead: float = AHEAD,
-    rows_a_tile: int = 8,
-    wide: int = 32,
+    rows_a_tile: int = 4,
+    wide: int = 16,
     choose_warps: int = 8,
 ) -> Sampled:
     from kdtree_engine.kernels.sample.kernel import choose_kernel

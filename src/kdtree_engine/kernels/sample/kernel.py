@@ -173,6 +173,7 @@ def runs_kernel(
     run = chunk * RUNS + tl.arange(0, RUNS)
     token = run[:, None] * SUB + tl.arange(0, SUB // 2)[None, :]
     heat, position = tl.load(temperature + row), tl.load(positions + row)
+    seed, share = tl.load(seeds + row), tl.load(top_p + row)
     if noise is not None:
         request = tl.program_id(1) // each
         place = position - tl.load(contexts + request) - 1
@@ -195,7 +196,6 @@ def runs_kernel(
         # a smaller x than the true one would be no bound: a colder row's is larger
         scale = tl.div_rn(LOG2_E, tl.maximum(heat, COLDEST))
         left, right = (left - base) * scale, (right - base) * scale
-        seed = tl.load(seeds + row)
         if noise is None:
             bound = _drawn_bound(left, right, seed, position, run, SUB, FAST)
         elif known:
@@ -203,7 +203,7 @@ def runs_kernel(
         else:
             bound = _drawn_bound(left, right, seed, position, run, SUB, FAST)
         tl.store(run_bound + out, bound)
-        if tl.load(top_p + row) < 1.0:
+        if share < 1.0:
             tl.store(run_sum + out, tl.sum(tl.exp2(left) + tl.exp2(right), 1))
 
 

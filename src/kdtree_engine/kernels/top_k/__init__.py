@@ -50,8 +50,8 @@ def _launch_top(
     temperature: Tensor | None = None,
     seeds: Tensor | None = None,
     positions: Tensor | None = None,
-    chunk: int = 2048,
-    warps: int = 8,
+    chunk: int = 1024,
+    warps: int = 4,
     run: int = 0,
     merge_warps: int = 8,
 ) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ def _launch_top(
 
     keys = empty(runs, dtype=torch.int32)
     largest, sums = (empty(chunks, dtype=torch.float32) for _ in range(2))
-    listing, found = empty(most, dtype=torch.int32), empty(most, dtype=torch.int64)
+    listing, found, names = (empty(most, dtype=torch.int32) for _ in range(3))
     log_probs, tokens = empty(k, dtype=torch.float32), empty(k, dtype=torch.int64)
     options = {
         "SUB": run,
@@ -91,7 +91,7 @@ def _launch_top(
         RUNS=chunk // run, num_warps=warps, **options,
     )  # fmt: skip
     kernel.merge_kernel[(rows,)](
-        logits, temperature, seeds, positions, keys, largest, sums, listing, found,
+        logits, temperature, seeds, positions, keys, largest, sums, listing, found, names,
         log_probs, tokens, vocab, stride, runs, chunks, k,
         MOST=most, RUNS=next_power_of_2(runs), CHUNKS=next_power_of_2(chunks),
         num_warps=merge_warps, **options,

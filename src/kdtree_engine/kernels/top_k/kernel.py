@@ -38,13 +38,13 @@ def _value(key):
 
 
 @triton.jit
-def _level(key, K, MOST: tl.constexpr, guess):
-    """A level that K..MOST of the keys [n] reach, else the K-th largest key; K <= n, `guess` first.
+def _level(key, K, MOST: tl.constexpr, guess, highest):
+    """A level that K..MOST of the keys [n] reach, else the K-th largest key; and how many reach it.
 
-    No key is LOWEST, save those that do not count.
+    K <= n; no key is over `highest`, and none LOWEST, save those that do not count. `guess` first.
     """
     low = tl.full((), LOWEST, tl.int32)  # reached by K or more
-    high = tl.max(key, 0).to(tl.int64) + 1  # reached by fewer than K
+    high = highest.to(tl.int64) + 1  # reached by fewer than K
     reached = tl.full((), HIGHEST, tl.int32)
     trial = guess
     while (reached > MOST) & (high - low > 1):
@@ -54,26 +54,41 @@ def _level(key, K, MOST: tl.constexpr, guess):
         low = tl.where(enough, trial, low)
         high = tl.where(enough, high, trial.to(tl.int64))
         trial = (low + (high - low) // 2).to(tl.int32)
-    return low
+    return low, reached
 
 
 @triton.jit
-def _places(key, level, MOST: tl.constexpr):
-    """Place of each key [n], n < 2^15, above the level, and of the first equal ones; -1 elsewhere.
+def _places(key, level, reached, MOST: tl.constexpr):
+    """Place of each of the `reached` keys [n], n < 2^15, that reach the level; -1 elsewhere.
 
-    Fewer than MOST keys are above the level, or all that reach it are at most MOST.
+    Where they are more than MOST, of those that equal the level only the first have one.
     """
-    above, equal = key > level, key == level
-    room = MOST - tl.sum(above.to(tl.int32), 0)
-    seen = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
-    place = (seen & 0xFFFF) + tl.minimum(seen >> 16, room) - 1
-    return tl.where(above | (equal & ((seen >> 16) <= room)), place, -1)
+    if reached <= MOST:
+        here = key >= level
+        place = tl.where(here, tl.cumsum(here.to(tl.int32), 0) - 1, -1)
+    else:
+        above, equal = key > level, key == level
+        room = MOST - tl.sum(above.to(tl.int32), 0)
+        seen = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
+        place = (seen & 0xFFFF) + tl.minimum(seen >> 16, room) - 1
+        place = tl.where(above | (equal & ((seen >> 16) <= room)), place, -1)
+    return place
+
+
+@triton.jit
+def _draw_of(temperature, seeds, positions, row, HOT: tl.constexpr):
+    """Temperature, seed and position of a row; 0 where none are given."""
+    heat = tl.full((), 0.0, tl.float32)
+    seed, position = row * 0, row * 0
+    if HOT:
+        heat = tl.load(temperature + row)
+        seed, position = tl.load(seeds + row), tl.load(positions + row)
+    return heat, seed, position
 
 
 @triton.jit
 def _keys(
-    logits, row, token, blocks, vocab, stride, temperature, seeds, positions,
-    HOT: tl.constexpr, FAST: tl.constexpr,
+    logits, row, token, blocks, vocab, stride, heat, seed, position, FAST: tl.constexpr
 ):  # fmt: skip
     """Values and keys of a row's tokens [a, b]; counter blocks [a, b / 4]. Both kernels' values
     have the same bits: no multiplication here feeds an addition of another operation.
@@ -81,11 +96,8 @@ def _keys(
     inside = (token >= 0) & (token < vocab)
     value = tl.load(logits + row * stride + token, mask=inside, other=float("-inf"))
     value = value.to(tl.float32)
-    if HOT:
-        heat = tl.load(temperature + row)
-        if heat > 0:
-            word = random_words(tl.load(seeds + row), tl.load(positions + row), blocks)
-            value = perturbed(value / heat, word, FAST)
+    if heat > 0:
+        value = perturbed(value / heat, random_words(seed, position, blocks), FAST)
     return value, tl.where(inside, _key(value), LOWEST)
 
 
@@ -96,7 +108,7 @@ def top_runs_kernel(
     seeds,  # [R] int64
     positions,  # [R] int64
     keys,  # [R, chunks x RUNS] int32, from here on outputs
-    largest,  # [R, chunks] float32
+    largest,  # [R, chunks] float32, NaN where there is one
     sums,  # [R, chunks] float32
     vocab,
     stride,
@@ -112,11 +124,11 @@ def top_runs_kernel(
     run = chunk * RUNS + tl.arange(0, RUNS)
     token = run[:, None] * SUB + tl.arange(0, SUB)[None, :]
     blocks = run[:, None] * (SUB // 4) + tl.arange(0, SUB // 4)[None, :]
-    value, key = _keys(
-        logits, row, token, blocks, vocab, stride, temperature, seeds, positions, HOT, FAST
-    )
-    tl.store(keys + row * chunks * RUNS + run, tl.max(key, 1))
-    top = tl.max(tl.max(value, 1), 0)
+    heat, seed, position = _draw_of(temperature, seeds, positions, row, HOT)
+    value, key = _keys(logits, row, token, blocks, vocab, stride, heat, seed, position, FAST)
+    key = tl.max(key, 1)
+    tl.store(keys + row * chunks * RUNS + run, key)
+    top = _value(tl.max(key, 0))
     safe = tl.where(top == float("-inf"), 0.0, top)
     tl.store(largest + row * chunks + chunk, top)
     tl.store(sums + row * chunks + chunk, tl.sum(tl.sum(tl.exp(value - safe), 1), 0))
@@ -132,7 +144,8 @@ def merge_kernel(
     largest,  # [R, chunks] float32
     sums,  # [R, chunks] float32
     listing,  # [R, MOST] int32, scratch
-    found,  # [R, MOST] int64, scratch
+    found,  # [R, MOST] int32, scratch
+    names,  # [R, MOST] int32, scratch
     log_probs,  # [R, K] float32, outputs
     tokens,  # [R, K] int64
     vocab,
@@ -155,40 +168,40 @@ def merge_kernel(
     key = tl.load(keys + row * runs + run, mask=run < runs, other=LOWEST)
     tops = tl.load(largest + row * chunks + part, mask=part < chunks, other=float("-inf"))
     parts = tl.load(sums + row * chunks + part, mask=part < chunks, other=0.0)
-    top = tl.max(tops, 0)
+    heat, seed, position = _draw_of(temperature, seeds, positions, row, HOT)
+    highest = tl.max(_key(tops), 0)
+    top = _value(highest)
     safe = tl.where(top == float("-inf"), 0.0, top)
     scaled = tl.where(tops == float("-inf"), 0.0, tl.exp(tops - safe))
     total = safe + tl.log(tl.sum(parts * scaled, 0))
 
     # a run beyond the vocabulary has LOWEST and is not taken, unless all are: it does no harm
-    listing, found = listing + row * MOST, found + row * MOST
+    listing, found, names = listing + row * MOST, found + row * MOST, names + row * MOST
     # as many runs as chunks reach the least of the chunks' largest values: a good first guess
-    least = _key(tl.min(tl.where(part < chunks, tops, float("inf")), 0))
-    level = _level(key, tl.minimum(K, tl.cdiv(vocab, SUB)), MOST, least)
-    place = _places(key, level, MOST)
-    mine = tl.arange(0, MOST)
-    taken = tl.sum((place >= 0).to(tl.int32), 0)
+    least = tl.min(tl.where(part < chunks, _key(tops), HIGHEST), 0)
+    level, reached = _level(key, tl.minimum(K, tl.cdiv(vocab, SUB)), MOST, least, highest)
+    place = _places(key, level, reached, MOST)
     tl.store(listing + place, run, mask=place >= 0)
     tl.debug_barrier()  # all are written
-    run = tl.load(listing + mine, mask=mine < taken, other=-1)
+    mine = tl.arange(0, MOST)
+    run = tl.load(listing + mine, mask=mine < reached, other=-1)
 
     token = run[:, None] * SUB + tl.arange(0, SUB)[None, :]
     blocks = run[:, None] * (SUB // 4) + tl.arange(0, SUB // 4)[None, :]
-    _, key = _keys(
-        logits, row, token, blocks, vocab, stride, temperature, seeds, positions, HOT, FAST
-    )
+    _, key = _keys(logits, row, token, blocks, vocab, stride, heat, seed, position, FAST)
     key = tl.reshape(key, [MOST * SUB])
-    place = _places(key, _level(key, K, MOST, level), MOST)
-    taken = tl.sum((place >= 0).to(tl.int32), 0)
-    # of equal keys the smaller token has the larger word
-    packed = (key.to(tl.int64) << 32) | (tl.reshape(token, [MOST * SUB]) ^ HIGHEST).to(tl.int64)
-    tl.store(found + place, packed, mask=place >= 0)
+    level, reached = _level(key, K, MOST, level, highest)
+    place = _places(key, level, reached, MOST)
+    tl.store(found + place, key, mask=place >= 0)
+    tl.store(names + place, tl.reshape(token, [MOST * SUB]), mask=place >= 0)
     tl.debug_barrier()  # all are written
-    one = tl.load(found + mine, mask=mine < taken, other=0)
-    rival = tl.arange(0, MOST)[None, :]
-    other = tl.load(found + rival, mask=rival < taken, other=0)
-    ahead = (other > one[:, None]) & (rival < taken)
-    rank = tl.sum(ahead.to(tl.int32), 1)
-    kept = (mine < taken) & (rank < K)
-    tl.store(log_probs + row * K + rank, _value((one >> 32).to(tl.int32)) - total, mask=kept)
-    tl.store(tokens + row * K + rank, (one & 0xFFFFFFFF) ^ HIGHEST, mask=kept)
+    listed = mine < reached
+    one = tl.load(found + mine, mask=listed, other=LOWEST)
+    other, rival = one[:, None], mine[:, None]
+    # places rise with tokens, so of equal keys the smaller token has the smaller place
+    ahead = (other > one[None, :]) | ((other == one[None, :]) & (rival < mine[None, :]))
+    rank = tl.sum(ahead.to(tl.int32), 0)
+    kept = listed & (rank < K)
+    tl.store(log_probs + row * K + rank, _value(one) - total, mask=kept)
+    name = tl.load(names + mine, mask=listed, other=0)
+    tl.store(tokens + row * K + rank, name.to(tl.int64), mask=kept)

@@ -174,7 +174,8 @@ def _launch_tree(
     trees = BuiltTrees(empty(), empty(), empty(), empty(torch.float64), nodes)
     ancestors = empty()
     rows = None if places is None else TreeRows(empty(), empty(), empty())
-    bounds, drawn, helping, sizes = None, (None, None, None), 0, (0, 0)
+    bounds, helping, sizes = None, 0, (0, 0)
+    drawn: tuple[Tensor | None, ...] = (None, None, None)
     if noise is not None:
         assert places is not None
         sizes = (noise.depths, noise.vocab)

@@ -113,12 +113,11 @@ def _sort(values, names, to_values, to_names, H, K, KP: tl.constexpr):
 
 @triton.jit
 def _noise(
-    noise, seeds, contexts, temperature, requests, reach, vocab, BLOCK: tl.constexpr,
+    noise, seeds, contexts, temperature, piece, requests, reach, vocab, BLOCK: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """This helper's share of the bounds: pieces of 4 BLOCK tokens of one row of `noise`."""
+    """A helper's share of the bounds: pieces of 4 BLOCK tokens of one row, from `piece` on."""
     pieces = tl.cdiv(vocab, 4 * BLOCK)
-    piece = tl.program_id(0) - requests
     while piece < requests * reach * pieces:
         line = piece // pieces
         request = line // reach
@@ -171,8 +170,9 @@ def tree_kernel(
     """Grid (R + helpers): a request a program, then the helpers, where there is noise to bound."""
     begin(PDL)
     if seeds is not None:
-        if tl.program_id(0) >= requests:
-            _noise(noise, seeds, contexts, temperature, requests, reach, vocab, BLOCK, FAST)
+        helper = tl.program_id(0) - requests
+        if helper >= 0:
+            _noise(noise, seeds, contexts, temperature, helper, requests, reach, vocab, BLOCK, FAST)
             return
     request = tl.program_id(0).to(tl.int64)
     values, names = log_probs + request * H * K, tokens + request * H * K
