@@ -11,6 +11,9 @@ from kdtree_engine.kernels.top_k import reference
 MAX_K = 64
 MAX_VOCAB = 2**20
 
+GROUP = 16
+"""Runs a group, of which the largest value is kept, too."""
+
 
 def top_log_probs(
     logits: Tensor,
@@ -65,35 +68,36 @@ def _launch_top(
     rows, vocab = logits.shape
     k = min(k, vocab)
     run = run or max(32, next_power_of_2(vocab) >> 13)
-    chunk = max(chunk, run)
+    chunk = max(chunk, run * GROUP)
     chunks = -(-vocab // chunk)
     runs = chunks * (chunk // run)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     most = 2 * next_power_of_2(k)
-    assert next_power_of_2(runs) < 2**15 and most * run < 2**15, f"runs of {run} of {vocab}"
+    assert runs // GROUP < 2**14 and most * max(run, GROUP) < 2**15, f"runs of {run} of {vocab}"
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, *shape, dtype=dtype, device=logits.device)
 
-    keys = empty(runs, dtype=torch.int32)
+    keys, groups = (empty(count, dtype=torch.int32) for count in (runs, runs // GROUP))
     largest, sums = (empty(chunks, dtype=torch.float32) for _ in range(2))
     listing, found, names = (empty(most, dtype=torch.int32) for _ in range(3))
     log_probs, tokens = empty(k, dtype=torch.float32), empty(k, dtype=torch.int64)
     options = {
         "SUB": run,
+        "GROUP": GROUP,
         "HOT": temperature is not None,
         "FAST": logits.device.type != "cpu",
         **launch_options(logits),
     }
     stride = logits.stride(0)
     kernel.top_runs_kernel[chunks, rows](
-        logits, temperature, seeds, positions, keys, largest, sums, vocab, stride,
+        logits, temperature, seeds, positions, keys, groups, largest, sums, vocab, stride,
         RUNS=chunk // run, num_warps=warps, **options,
     )  # fmt: skip
     kernel.merge_kernel[(rows,)](
-        logits, temperature, seeds, positions, keys, largest, sums, listing, found, names,
+        logits, temperature, seeds, positions, keys, groups, largest, sums, listing, found, names,
         log_probs, tokens, vocab, stride, runs, chunks, k,
-        MOST=most, RUNS=next_power_of_2(runs), CHUNKS=next_power_of_2(chunks),
+        MOST=most, GROUPS=next_power_of_2(runs // GROUP), CHUNKS=next_power_of_2(chunks),
         num_warps=merge_warps, **options,
     )  # fmt: skip
     return log_probs, tokens

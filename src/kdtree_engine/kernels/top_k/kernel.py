@@ -1,15 +1,17 @@
 """The K likeliest of each row: an exact choice in two launches.
 
-    top_runs_kernel  a chunk of a row a program: the largest value of each run of SUB tokens, the
-                     chunk's largest, and the sum of exp(value - largest)
+    top_runs_kernel  a chunk of a row a program: the largest value of each run of SUB tokens, of
+                     each group of runs and of the chunk, and the sum of exp(value - largest)
     merge_kernel     a row a program: the K largest tokens, sorted; log-sum-exp
 
 A value is compared as the int32 that has its order (NaN highest, both zeros alike). The K largest
-tokens lie in the K runs with the largest values, so a few runs are picked, then a few of their
-tokens, and those are ranked. Picking needs no sort: a level that between K and MOST of the keys
-reach is found by halving its range, a count a step. Where so many keys are equal that there is no
-such level, those above it and the first of the equal ones are picked, in token order, so equal
-values go to the smaller token. A prefix sum gives each picked element its place.
+tokens lie in the K groups with the largest values, and there in the K runs; so a few groups are
+picked, then a few of their runs, then a few of their tokens, and those are ranked. One program does
+this for a row, so the fewer keys a choice is made among, the better. Picking needs no sort: a level
+that between K and MOST of the keys reach is found by halving its range, a count a step. Where so
+many keys are equal that there is no such level, those above it and the first of the equal ones are
+picked, in token order, so equal values go to the smaller token. A prefix sum gives each picked
+element its place.
 """
 
 from __future__ import annotations
@@ -107,12 +109,14 @@ def top_runs_kernel(
     temperature,  # [R] float32, where HOT, like the next two
     seeds,  # [R] int64
     positions,  # [R] int64
-    keys,  # [R, chunks x RUNS] int32, from here on outputs
+    keys,  # [R, chunks x RUNS] int32, from here on outputs: the runs' largest
+    groups,  # [R, chunks x RUNS / GROUP] int32, the groups'
     largest,  # [R, chunks] float32, NaN where there is one
     sums,  # [R, chunks] float32
     vocab,
     stride,
     RUNS: tl.constexpr,
+    GROUP: tl.constexpr,
     SUB: tl.constexpr,
     HOT: tl.constexpr,
     FAST: tl.constexpr,
@@ -128,6 +132,9 @@ def top_runs_kernel(
     value, key = _keys(logits, row, token, blocks, vocab, stride, heat, seed, position, FAST)
     key = tl.max(key, 1)
     tl.store(keys + row * chunks * RUNS + run, key)
+    key = tl.max(tl.reshape(key, [RUNS // GROUP, GROUP]), 1)
+    group = chunk * (RUNS // GROUP) + tl.arange(0, RUNS // GROUP)
+    tl.store(groups + row * chunks * (RUNS // GROUP) + group, key)
     top = _value(tl.max(key, 0))
     safe = tl.where(top == float("-inf"), 0.0, top)
     tl.store(largest + row * chunks + chunk, top)
@@ -141,6 +148,7 @@ def merge_kernel(
     seeds,
     positions,
     keys,  # [R, runs] int32
+    groups,  # [R, runs / GROUP] int32
     largest,  # [R, chunks] float32
     sums,  # [R, chunks] float32
     listing,  # [R, MOST] int32, scratch
@@ -154,8 +162,9 @@ def merge_kernel(
     chunks,
     K,
     MOST: tl.constexpr,  # a power of two from 2 K on
-    RUNS: tl.constexpr,  # powers of two from runs and chunks on
+    GROUPS: tl.constexpr,  # powers of two from the numbers of groups and chunks on
     CHUNKS: tl.constexpr,
+    GROUP: tl.constexpr,  # runs a group
     SUB: tl.constexpr,
     HOT: tl.constexpr,
     FAST: tl.constexpr,
@@ -164,8 +173,8 @@ def merge_kernel(
     """Grid (R)."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    run, part = tl.arange(0, RUNS), tl.arange(0, CHUNKS)
-    key = tl.load(keys + row * runs + run, mask=run < runs, other=LOWEST)
+    group, part = tl.arange(0, GROUPS), tl.arange(0, CHUNKS)
+    key = tl.load(groups + row * (runs // GROUP) + group, mask=group < runs // GROUP, other=LOWEST)
     tops = tl.load(largest + row * chunks + part, mask=part < chunks, other=float("-inf"))
     parts = tl.load(sums + row * chunks + part, mask=part < chunks, other=0.0)
     heat, seed, position = _draw_of(temperature, seeds, positions, row, HOT)
@@ -175,15 +184,24 @@ def merge_kernel(
     scaled = tl.where(tops == float("-inf"), 0.0, tl.exp(tops - safe))
     total = safe + tl.log(tl.sum(parts * scaled, 0))
 
-    # a run beyond the vocabulary has LOWEST and is not taken, unless all are: it does no harm
+    # a group or run beyond the vocabulary has LOWEST and is not taken
     listing, found, names = listing + row * MOST, found + row * MOST, names + row * MOST
-    # as many runs as chunks reach the least of the chunks' largest values: a good first guess
+    # as many groups as chunks reach the least of the chunks' largest values: a good first guess
     least = tl.min(tl.where(part < chunks, _key(tops), HIGHEST), 0)
-    level, reached = _level(key, tl.minimum(K, tl.cdiv(vocab, SUB)), MOST, least, highest)
+    level, reached = _level(key, tl.minimum(K, tl.cdiv(vocab, SUB * GROUP)), MOST, least, highest)
+    place = _places(key, level, reached, MOST)
+    tl.store(found + place, group, mask=place >= 0)
+    tl.debug_barrier()  # all are written
+    mine = tl.arange(0, MOST)
+    group = tl.load(found + mine, mask=mine < reached, other=-1)
+
+    run = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    key = tl.load(keys + row * runs + run, mask=run >= 0, other=LOWEST)
+    key, run = tl.reshape(key, [MOST * GROUP]), tl.reshape(run, [MOST * GROUP])
+    level, reached = _level(key, tl.minimum(K, tl.cdiv(vocab, SUB)), MOST, level, highest)
     place = _places(key, level, reached, MOST)
     tl.store(listing + place, run, mask=place >= 0)
     tl.debug_barrier()  # all are written
-    mine = tl.arange(0, MOST)
     run = tl.load(listing + mine, mask=mine < reached, other=-1)
 
     token = run[:, None] * SUB + tl.arange(0, SUB)[None, :]
