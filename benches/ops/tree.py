@@ -280,8 +280,7 @@ def _samples(name: str, on: World) -> Iterator[Variant]:
     found = [find(call) for call in range(CALLS)]
 
     def choose(call: int) -> sampling.Sampled:
-        ahead = sampling.AHEAD_OF_READ
-        return sampling._choose(on.logits[call], on.settings, found[call], ahead=ahead)
+        return sampling._choose(on.logits[call], on.settings, found[call])
 
     yield Variant(f"runs {name} | noise read", find, lambda: None, CALLS, moved)
     yield Variant(f"choose {name}", choose, lambda: same(choose(0), want), CALLS, 0)

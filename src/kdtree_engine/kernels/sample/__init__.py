@@ -63,10 +63,6 @@ CHUNK = 4096
 SHELF = 1024
 """Tokens that the mass of top-k is found among; more take passes over the row."""
 
-AHEAD, AHEAD_OF_READ = 1.0, 2.0**-4
-"""Runs with bounds so far below the largest are looked into at first. Bounds that are read are off
-by under 23 x 1.5 x 2^-10, so that the second is enough."""
-
 
 class Runs(NamedTuple):
     """What the first kernel tells of every run of RUN tokens, [R, runs] each; see the kernels."""
@@ -99,7 +95,6 @@ def _launch_sample(
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     runs = _find_runs(logits, temperature, top_p, seeds, positions, noise, chunk, warps)
     settings = (temperature, top_k, top_p, min_p, seeds, positions)
-    tiles.setdefault("ahead", AHEAD if noise is None else AHEAD_OF_READ)
     return _choose(logits, settings, runs, margin, **tiles)
 
 
@@ -142,7 +137,6 @@ def _choose(
     settings: tuple[Tensor, ...],
     runs: Runs,
     margin: float = MARGIN,
-    ahead: float = AHEAD,
     rows_a_tile: int = 4,
     wide: int = 16,
     choose_warps: int = 8,
@@ -160,7 +154,7 @@ def _choose(
     if rows:
         choose_kernel[(rows,)](
             logits, *settings, *runs, listing, shelf, *out, vocab, logits.stride(0), count,
-            RUNS=_power(count), ROWS=rows_a_tile, WIDE=wide, SUB=RUN, SHELF=SHELF, AHEAD=ahead,
+            RUNS=_power(count), ROWS=rows_a_tile, WIDE=wide, SUB=RUN, SHELF=SHELF,
             MARGIN=margin, num_warps=choose_warps, **_options(logits),
         )  # fmt: skip
     return out

@@ -23,12 +23,12 @@ by a product, 2^-19 for multiplying bounds that were read. FLOOR: the likeliest 
 and noise of -3.14 at least and is kept by every filter, so nothing below wins.
 Rough sums. Off by less than ROUGH = 2^-15 of themselves: exp(x) by |x| 2^-22 on both sides, of
 which tokens beyond |x| = 15 have no share that counts (there are under 2^19), 2^-20 for adding 256
-of them, 2^-17 for adding the sums of 80 tiles. Where top-p hangs on less, masses are added up.
+of them, 2^-17 for adding the sums of 128 tiles. Where top-p hangs on less, masses are added up.
 
 Filters keep all tokens above a level of x. A pick that they reject is replaced by the best among
-the strictly likelier tokens. These lie in the runs whose largest logit is strictly likelier, which
-are listed and gathered, ROWS runs at a time: a few tiles instead of the row. What is only counted
-takes WIDE runs at a time.
+the strictly likelier tokens. These lie in the runs whose largest logit is strictly likelier. To
+count them, such runs are listed and gathered, WIDE runs at a time (ROWS, to add up masses): a few
+tiles instead of the row.
 """
 
 from __future__ import annotations
@@ -364,28 +364,29 @@ def _kept_mass(
 
 @triton.jit
 def _draw(
-    logits, listing, bound, level, top, heat, vocab, seed, position,
-    RUNS: tl.constexpr, ROWS: tl.constexpr, SUB: tl.constexpr,
-    AHEAD: tl.constexpr, MARGIN: tl.constexpr, FAST: tl.constexpr,
+    logits, bound, level, top, heat, vocab, seed, position,
+    RUNS: tl.constexpr, SUB: tl.constexpr, MARGIN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """The best perturbed token with x > level; bound [RUNS]: of each run's scores, -inf = none."""
+    """The best perturbed token with x > level; bound [RUNS]: of each run's scores, -inf = none.
+
+    Runs are looked into by falling bound, until none can hold a better token: mostly the first.
+    """
     best, pick = tl.full((), NEVER, tl.float32), tl.full((), NOWHERE, tl.int32)
     known = tl.full((), 0, tl.int32)
+    part = tl.arange(0, RUNS)
     highest = tl.max(bound, 0)
-    limit = highest - AHEAD
+    limit = highest
     while highest >= limit:
-        count = _list(listing, bound >= limit, RUNS)
-        first = count * 0
-        while first < count:
-            run, token, x = _tile(logits, listing, first, count, top, heat, vocab, ROWS, SUB)
-            blocks = run[:, None] * (SUB // 4) + tl.arange(0, SUB // 4)[None, :]
-            score = x + approximate(random_words(seed, position, blocks), FAST)
-            score = tl.where(x > level, score, NEVER)
-            best, pick, known = _best(
-                score, token, logits, top, heat, seed, position, best, pick, known, MARGIN
-            )
-            first += ROWS
-        bound = tl.where(bound >= limit, NEVER, bound)
+        run = tl.min(tl.where(bound == highest, part, RUNS), 0)
+        token = run * SUB + tl.arange(0, SUB)[None, :]
+        x = tl.div_rn(tl.load(logits + token, mask=token < vocab, other=NEVER) - top, heat)
+        blocks = run * (SUB // 4) + tl.arange(0, SUB // 4)[None, :]
+        score = x + approximate(random_words(seed, position, blocks), FAST)
+        score = tl.where(x > level, score, NEVER)
+        best, pick, known = _best(
+            score, token, logits, top, heat, seed, position, best, pick, known, MARGIN
+        )
+        bound = tl.where(part == run, NEVER, bound)
         highest = tl.max(bound, 0)
         limit = tl.maximum(best - MARGIN, FLOOR)
     return pick
@@ -402,7 +403,7 @@ def _descend(
     logits, run_sum, listing, shelf, pick, run_x, bound, top, heat, k, p, q, seed, position,
     vocab, runs,
     RUNS: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, SUB: tl.constexpr,
-    SHELF: tl.constexpr, AHEAD: tl.constexpr, MARGIN: tl.constexpr, FAST: tl.constexpr,
+    SHELF: tl.constexpr, MARGIN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """From the best token without filters to the best one that they keep."""
     by_count, by_mass = (k > 0) & (k < vocab), p < 1.0
@@ -454,8 +455,8 @@ def _descend(
         searching = (fails & (number > 0)).to(tl.int32)
         if searching != 0:
             pick = _draw(
-                logits, listing, tl.where(run_x > level, bound, NEVER), level, top, heat, vocab,
-                seed, position, RUNS, ROWS, SUB, AHEAD, MARGIN, FAST,
+                logits, tl.where(run_x > level, bound, NEVER), level, top, heat, vocab,
+                seed, position, RUNS, SUB, MARGIN, FAST,
             )  # fmt: skip
     return pick
 
@@ -485,7 +486,6 @@ def choose_kernel(
     WIDE: tl.constexpr,  # runs a tile that is only counted
     SUB: tl.constexpr,
     SHELF: tl.constexpr,
-    AHEAD: tl.constexpr,  # runs with bounds so far below the largest are looked into at first
     MARGIN: tl.constexpr,
     FAST: tl.constexpr,
     PDL: tl.constexpr,
@@ -512,14 +512,13 @@ def choose_kernel(
         bound += run_x
         lowest = tl.full((), NEVER, tl.float32)
         pick = _draw(
-            logits, listing, bound, lowest, top, heat, vocab, seed, position,
-            RUNS, ROWS, SUB, AHEAD, MARGIN, FAST,
-        )  # fmt: skip
+            logits, bound, lowest, top, heat, vocab, seed, position, RUNS, SUB, MARGIN, FAST
+        )
         if ((k > 0) & (k < vocab)) | (p < 1.0) | (q > 0.0):
             pick = _descend(
                 logits, run_sum + row * runs, listing, shelf + row * SHELF, pick, run_x, bound,
                 top, heat, k, p, q, seed, position, vocab, pick * 0 + runs,
-                RUNS, ROWS, WIDE, SUB, SHELF, AHEAD, MARGIN, FAST,
+                RUNS, ROWS, WIDE, SUB, SHELF, MARGIN, FAST,
             )  # fmt: skip
     tl.store(tokens + row, pick.to(tl.int64))
     tl.store(finite + row, good)

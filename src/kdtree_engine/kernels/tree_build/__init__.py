@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,6 +147,14 @@ def _fits(log_probs: Tensor, budget: int) -> bool:
     return fits and log_probs.dtype == torch.float32
 
 
+def _bounds(noise: NoiseWanted, places: TreePlaces) -> tuple[NoiseBounds, tuple[Any, ...]]:
+    """Bounds to be filled, and the kernel's arguments that say so."""
+    requests, sizes = len(places.contexts), (noise.depths, noise.vocab)
+    given = noise.seeds.contiguous(), noise.temperature.contiguous()
+    values = torch.empty(requests, *sizes, dtype=torch.float16, device=noise.seeds.device)
+    return NoiseBounds(values, places.contexts), (*given, values, requests, *sizes)
+
+
 def _launch_tree(
     log_probs: Tensor,
     tokens: Tensor,
@@ -174,14 +182,11 @@ def _launch_tree(
     trees = BuiltTrees(empty(), empty(), empty(), empty(torch.float64), nodes)
     ancestors = empty()
     rows = None if places is None else TreeRows(empty(), empty(), empty())
-    bounds, helping, sizes = None, 0, (0, 0)
-    drawn: tuple[Tensor | None, ...] = (None, None, None)
+    bounds, helping = None, 0
+    drawn: tuple[Any, ...] = (None, None, None, requests, 0, 0)
     if noise is not None:
         assert places is not None
-        sizes = (noise.depths, noise.vocab)
-        values = torch.empty(requests, *sizes, dtype=torch.float16, device=tokens.device)
-        bounds = NoiseBounds(values, places.contexts)
-        drawn = (noise.seeds.contiguous(), noise.temperature.contiguous(), values)
+        bounds, drawn = _bounds(noise, places)
         helping = multiprocessors(tokens.device) * min(helpers * requests, MOST_HELPERS)
     if requests:
         tree_kernel[(requests + helping,)](
@@ -196,8 +201,6 @@ def _launch_tree(
             *(places or (None, None, None)),
             *(rows or (None, None, None)),
             *drawn,
-            requests,
-            *sizes,
             depths,
             ranks,
             min(ranks, budget, 1 if chain else budget),

@@ -77,6 +77,13 @@ def _halves(score):
 
 
 @triton.jit
+def _put(mask, score, high, low):
+    """The slots' halves; where `mask`, those of a score."""
+    new_high, new_low = _halves(score)
+    return tl.where(mask, new_high, high), tl.where(mask, new_low, low)
+
+
+@triton.jit
 def _largest(mask, word):
     return tl.max(tl.where(mask, word, LOWEST), 0)
 
@@ -222,16 +229,10 @@ def tree_kernel(
         # what popping the two newest candidates will bring
         sibling, child = score - old + first, score + under
         popped, fresh = row == slot, row == made
-        side, side_word = _halves(sibling - first + second)
-        down, down_word = _halves(sibling + under)
-        side_high = tl.where(popped, side, side_high)
-        side_low = tl.where(popped, side_word, side_low)
-        down_high = tl.where(popped, down, down_high)
-        down_low = tl.where(popped, down_word, down_low)
-        side, side_word = _halves(child - under + beside)
-        down, down_word = _halves(child + below)
-        side_high, side_low = tl.where(fresh, side, side_high), tl.where(fresh, side_word, side_low)
-        down_high, down_low = tl.where(fresh, down, down_high), tl.where(fresh, down_word, down_low)
+        side_high, side_low = _put(popped, sibling - first + second, side_high, side_low)
+        down_high, down_low = _put(popped, sibling + under, down_high, down_low)
+        side_high, side_low = _put(fresh, child - under + beside, side_high, side_low)
+        down_high, down_low = _put(fresh, child + below, down_high, down_low)
 
         leading = high == best
         best_low = _largest(leading, low)
