@@ -108,7 +108,7 @@ def test_the_vocabulary_may_be_wide_and_its_filters_rare() -> None:
 def test_what_is_looked_at_first_changes_no_token(
     likely: float, shelf: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All counted at first or nothing, every mass by the sum of the row, no shelf or a small one."""
+    """Few or most runs counted at first, masses by the sum of the row, no shelf or a small one."""
     inputs = small("mixed", 12, seed=2)
     want = sample(*inputs).tokens
     monkeypatch.setattr(kernel, "LIKELY", likely)
