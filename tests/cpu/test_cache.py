@@ -29,10 +29,8 @@ def text(seed: int, pages: int) -> list[int]:
 
 
 def chains(allocator: PageAllocator, tokens: list[int]) -> list[bytes]:
-    found, chain = [], b""
-    for first in range(0, len(tokens) // PAGE * PAGE, PAGE):
-        chain = allocator.chain(chain, tokens[first : first + PAGE])
-        found.append(chain)
+    found: list[bytes] = []
+    allocator.extend(found, tokens, len(tokens) // PAGE)
     return found
 
 

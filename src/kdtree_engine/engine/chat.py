@@ -41,8 +41,9 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ChatMessage:
-    """An answer. finish_reason: "stop", "tool_calls", "length" (then anything may be cut short, a
-    call's arguments too) or "error" (then `output.error` says why).
+    """An answer. finish_reason: "stop", "tool_calls", "length" or "error" (then `output.error` says
+    why). Where a stop text, the length or an error ended it, anything may be cut short, a call's
+    arguments too.
     """
 
     content: str
@@ -110,7 +111,7 @@ class PartialAnswer:
             ToolCall(begin.id, begin.name, "".join(pieces)) for begin, pieces in self._calls
         )
         reason = output.finish_reason
-        if reason == "stop" and calls:
+        if isinstance(output.stopped_by, int) and calls:
             reason = "tool_calls"
         return ChatMessage(self.content, "".join(self._reasoning), calls, reason, output)
 
@@ -147,6 +148,7 @@ class TokenReader:
                 continue
             events += self._parser.push(self._text.finish(), self._literal)
             for _ in run:
+                self._text.skip(1)
                 events += self._parser.push(marker)
         return events
 
@@ -159,12 +161,11 @@ def read_answer(stream: Iterator[StreamEvent], reader: TokenReader) -> Iterator[
     """The steps of a request as those of an answer."""
     answer = PartialAnswer()
     for step in stream:
-        stopped = step.output is not None and step.output.finish_reason == "stop"
         # The token that stopped it may be any of `stop_token_ids`; it is not part of the text.
         by_token = step.output is not None and isinstance(step.output.stopped_by, int)
         events = reader.push(step.token_ids[:-1] if by_token else step.token_ids)
         if step.output is not None:
-            events += reader.finish(cut=not stopped)
+            events += reader.finish(cut=not by_token)
         answer.add(events)
         message = None if step.output is None else answer.message(step.output)
         yield ChatDelta(events, step.token_ids, step.step, message)

@@ -117,7 +117,12 @@ class LLM:
         finally:
             for request in requests:
                 self.engine.cancel(request)
-        return [self._output(request) for request in requests]
+        outputs = [self._output(request) for request in requests]
+        for index, request in enumerate(requests):
+            if request.after is not None:  # the first of a prompt's samples has scored it
+                first = outputs[requests.index(request.after)]
+                outputs[index] = replace(outputs[index], prompt_log_probs=first.prompt_log_probs)
+        return outputs
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
         """Complete one prompt, an event a step; the last event carries the output."""
@@ -287,12 +292,15 @@ class LLM:
 
 
 def _samples(params: SamplingParams) -> list[SamplingParams]:
-    """The settings with which each of n samples would be drawn alone."""
+    """The settings with which each of n samples would be drawn alone; the first scores the
+    prompt for all.
+    """
     if params.n == 1:
         return [params]
     seed = draw_seed() if params.seed is None else params.seed
     seeds = [seed, *((seed + sample) % 2**64 for sample in range(1, params.n))]
-    return [replace(params, seed=one, n=1) for one in seeds]
+    alone = [replace(params, seed=one, n=1) for one in seeds]
+    return [alone[0], *(replace(one, prompt_logprobs=None) for one in alone[1:])]
 
 
 def _visible(request: Request, ids: list[int]) -> list[int]:

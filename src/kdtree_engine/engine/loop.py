@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -163,7 +164,9 @@ class Engine:
             self._land(results)
         self._prepare([one for one in running if not one.is_prefill], prompts)
         for request in prompts:
-            results.append(prefill(self, request, self.scheduler.chunk(request)))
+            result = prefill(self, request, self.scheduler.chunk(request))
+            # Results may wait for their reader: they must not hold a prompt's logits meanwhile.
+            results.append(result if self.runner.keep_logits else replace(result, logits=None))
             self._settle(request)
 
     def _make_room(self, results: list[StepResult]) -> None:

@@ -71,10 +71,12 @@ PLAIN = StepOptions()
 
 @dataclass(frozen=True, eq=False)
 class StepOutput:
-    """record: [B, record.width] int64. logits: [B * N, V] float32, of every row of the trees."""
+    """record: [B, record.width] int64. logits: [B * N, V] float32, of every row of the trees; None
+    where a captured step let them go.
+    """
 
     record: Tensor
-    logits: Tensor
+    logits: Tensor | None
 
 
 def decode_step(

@@ -111,6 +111,11 @@ class TextStream:
         self._tokenizer = tokenizer
         self._skip = skip
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._names = {token: name for name, token in tokenizer.special_ids.items()}
+
+    def special(self, token: int) -> str | None:
+        """The name of a special token, None for any other."""
+        return self._names.get(token)
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these ids complete, perhaps empty. TokenizerError as in `token_bytes`."""
