@@ -78,7 +78,7 @@ def test_config_of_a_target(tmp_path: Path, name: str) -> None:
     data = json.loads((folder / "config.json").read_text())
     data.pop("vision_config", None)  # which nobody reads
 
-    @examples(80)
+    @examples(50)
     @given(edits_of(data))
     def check(edits: Any) -> None:
         rewrite(folder / "config.json", changed(data, edits))
@@ -94,7 +94,7 @@ def test_config_of_a_drafter(tmp_path: Path, layout: str) -> None:
     file = folder / "drafter" / "config.json"
     data = json.loads(file.read_text())
 
-    @examples(80)
+    @examples(50)
     @given(edits_of(data))
     def check(edits: Any) -> None:
         rewrite(file, changed(data, edits))
@@ -138,7 +138,7 @@ def test_other_files_of_a_target(tmp_path: Path, name: str) -> None:
     data = json.loads((folder / name).read_text())
     data |= {"chat_template": "{{ messages }}"}
 
-    @examples(60)
+    @examples(40)
     @given(edits_of(data))
     def check(edits: Any) -> None:
         rewrite(folder / name, changed(data, edits))
@@ -162,7 +162,7 @@ def test_damaged_weights(tmp_path: Path, name: str) -> None:
     end = 8 + struct.unpack("<Q", raw[:8])[0]
     place = st.one_of(st.integers(0, 7), st.integers(8, end - 1), st.integers(end, len(raw) - 1))
 
-    @examples(120)
+    @examples(70)
     @given(place, st.one_of(st.none(), st.integers(0, 7)))
     def check(at: int, bit: int | None) -> None:
         damaged = bytearray(raw[:at] if bit is None else raw)
@@ -303,7 +303,7 @@ def test_index(sharded: Path, tmp_path: Path) -> None:
     fragments = st.sampled_from((*ODD_JSON, *map(json.dumps, ODD_FILES)))
     edits = st.lists(st.tuples(st.sampled_from(paths), fragments), min_size=1, max_size=3)
 
-    @examples(60)
+    @examples(40)
     @given(edits)
     def check(edits: Any) -> None:
         rewrite(sharded / INDEX_FILE, changed(good, edits))

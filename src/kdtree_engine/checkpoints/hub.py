@@ -29,7 +29,8 @@ def find_folder(name: str | PathLike[str], cache: Path | None = None) -> Path:
     name is returned as it is, for the reader to judge. CheckpointError for one that is not there,
     or not there as a whole.
     """
-    path, text = Path(name), os.fspath(name)
+    text = os.fsdecode(name)
+    path = Path(text)
     match = _NAME.fullmatch(text) if len(text) <= _LONGEST else None
     if match is None or path.exists():
         return path

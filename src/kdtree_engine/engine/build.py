@@ -31,7 +31,7 @@ from kdtree_engine.drafter.ngram import NgramDrafter
 from kdtree_engine.drafter.none import NoDrafter
 from kdtree_engine.drafter.random import RandomDrafter
 from kdtree_engine.engine.loop import Engine
-from kdtree_engine.engine.memory import cache_pages, check_fits, page_bytes
+from kdtree_engine.engine.memory import cache_pages, check_fits, check_places, page_bytes
 from kdtree_engine.errors import ConfigError, OptionError, TokenizerError, shown
 from kdtree_engine.model import load_target
 from kdtree_engine.tokenizer import Tokenizer
@@ -82,7 +82,7 @@ def _with_kernels(place: torch.device) -> torch.device:
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """ "auto" is float32 on the CPU and bfloat16 on CUDA. Raises OptionError."""
-    if dtype == "auto":
+    if isinstance(dtype, str) and dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise OptionError(f"dtype {shown(dtype)} is not one of auto, {', '.join(DTYPES)}")
@@ -132,6 +132,7 @@ def build_engine(
     target = load_target(checkpoint, dtype, device)
     size = page_bytes(checkpoint.config, network.config if network else None, dtype)
     most = config.max_requests * pages_for(checkpoint.config.max_positions)
+    check_places(config.max_requests, size, device)
     layout = CacheLayout(cache_pages(config.cache_pages, most, size, device), config.max_requests)
     pool = allocate_pool(
         layout,

@@ -39,6 +39,7 @@ from kdtree_engine.engine.sampling_params import SamplingParams
 from kdtree_engine.errors import KDTreeError, OptionError, TokenizerError, shown
 from kdtree_engine.sampling import draw_seed
 from kdtree_engine.tokenizer.chat import ChatFormat, starts_in_reasoning
+from kdtree_engine.tokenizer.messages import plain
 from kdtree_engine.tokenizer.parse import ChatParser, output_grammar
 from kdtree_engine.tokenizer.stops import StopStream
 
@@ -182,6 +183,8 @@ class LLM:
         _check_params(params)
         calls = check_messages(messages)
         check_tools(tools)
+        messages = plain(messages, "messages")
+        tools = None if tools is None else plain(tools, "tools")
         if self.tokenizer is None:
             raise self._no_tokenizer("chat needs one")
         chat = self._format(family)

@@ -89,6 +89,16 @@ def check_fits(config: ModelConfig, dtype: torch.dtype, device: torch.device) ->
         )
 
 
+def check_places(places: int, size: int, device: torch.device) -> None:
+    """Raise CapacityError if the scratch pages of so many requests, `size` bytes each, do not fit."""
+    free = free_bytes(device)
+    if free is not None and places * size > free:
+        raise CapacityError(
+            f"max_requests {places} take {places * size / _GIB:,.1f} GiB for the rows of their "
+            f"trees alone, but {device} has {free / _GIB:,.1f} GiB free; ask for fewer"
+        )
+
+
 def cache_pages(asked: int, most: int, size: int, device: torch.device) -> int:
     """Pages to allocate, `size` bytes each: what was asked for (0: `most`), as far as it fits.
 

@@ -48,6 +48,8 @@ def texts_of(content: Any) -> list[str | None]:
 
 def _part(part: Any) -> str | None:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if not isinstance(kind, str | None):
+        raise TokenizerError(f"a content part has the type {shown(kind)}, expected text")
     if isinstance(part, Mapping) and (kind in IMAGE_KEYS or any(key in part for key in IMAGE_KEYS)):
         return None
     if kind != "text":
@@ -176,6 +178,8 @@ def plain(value: Any, what: str, sort: bool = False, depth: int = 0) -> Any:
 def _key(key: Any, what: str) -> str:
     if isinstance(key, str):
         return key
+    if isinstance(key, int) and key.bit_length() > MAX_BITS:
+        raise TokenizerError(f"{what} have a number of more than {MAX_BITS} bits as a key")
     if key is None or isinstance(key, bool | int | float):
         return json.dumps(key)  # as json.dumps itself spells such keys
     raise TokenizerError(f"{what} have a key of type {type(key).__name__}, not a string")
