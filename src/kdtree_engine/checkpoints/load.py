@@ -269,9 +269,11 @@ class ExpertTensors:
             for expert in range(self.count)
             for projection in PROJECTIONS
         }
-        rows, _ = expert_shape(self._checkpoint.config, "gate_proj")
+        whole = forms == {FP8} and (
+            expert_shape(self._checkpoint.config, "gate_proj")[0] % BLOCK == 0
+        )
         for expert in range(self.count):
-            if forms == {FP8} and rows % BLOCK == 0:
+            if whole:
                 own = [self.stored(expert, projection) for projection in PROJECTIONS]
                 gate, up, down = (weight for weight in own if isinstance(weight, Fp8Tensor))
                 yield joined(gate, up), down
