@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from kdtree_engine.engine.request import RequestOutput, StepTrace, StreamEvent
-from kdtree_engine.errors import OptionError, shown
+from kdtree_engine.errors import OptionError, TokenizerError, shown
 from kdtree_engine.tokenizer import Tokenizer
 from kdtree_engine.tokenizer.parse import (
     ChatEvent,
@@ -212,9 +212,9 @@ def _call_ids(message: Message, index: int) -> list[object]:
 
 
 def check_tools(tools: object) -> None:
-    """Raises OptionError for tools that are no list; what each holds is checked like messages."""
+    """Raises TokenizerError for tools that are no list, as where each of them is checked."""
     if tools is not None and (not isinstance(tools, Sequence) or isinstance(tools, str | bytes)):
-        raise OptionError(f"tools must be a list of objects, not {type(tools).__name__}")
+        raise TokenizerError(f"tools must be a list of objects, not {type(tools).__name__}")
 
 
 def tool_names(tools: Sequence[Tool] | None) -> list[str]:

@@ -90,7 +90,7 @@ def check_fits(config: ModelConfig, dtype: torch.dtype, device: torch.device) ->
 
 
 def check_places(places: int, size: int, device: torch.device) -> None:
-    """Raise CapacityError if the scratch pages of so many requests, `size` bytes each, do not fit."""
+    """Raise CapacityError if the scratch pages of requests, `size` bytes each, do not fit."""
     free = free_bytes(device)
     if free is not None and places * size > free:
         raise CapacityError(
