@@ -283,7 +283,7 @@ def test_the_packaged_model_and_its_drafter(capsys: Capture) -> None:
     assert own["kv_bytes_per_token"] == 2 * 2 * 2 * 64 * 2
     out = tables(capsys, drafter)
     for part in (
-        "8 slots: the root and 7 drafted positions",
+        "8 slots, 7 drafted positions",
         "10 (taps 1, 4, 7)",
         "3,070",
         "3,072",

@@ -12,10 +12,10 @@ from torch.nn.functional import pad
 from kdtree_engine.kernels import fp8, int4
 from kdtree_engine.kernels.fp8 import Fp8Tensor
 from kdtree_engine.kernels.fp8.words import (
-    RANDOM_SPREAD,
     STEP,
     dense,
     on_device,
+    random_scales,
     random_words,
     values_of,
     words_of,
@@ -161,9 +161,8 @@ def random_packed_experts(
         tiles = experts, rows // tile
         if planes == 2:
             weight = random_words((*tiles, columns // STEP, tile, 32), device, generator)
-            scale = torch.empty(*tiles, columns // STEP, tile // PAIR, device=device)
-            each = 0.027 / RANDOM_SPREAD
-            scale.uniform_(0.5 * each, 1.5 * each, generator=generator)
+            shape = *tiles, columns // STEP, tile // PAIR
+            scale = random_scales(shape, 0.027, device, generator)
             return TiledWeight(weight, scale, rows, columns)
         weight = torch.empty(*tiles, columns // _BLOCK, tile, 32, dtype=torch.int16, device=device)
         weight.random_(-(2**15), 2**15, generator=generator)

@@ -11,9 +11,9 @@ from torch.nn.functional import pad
 
 from kdtree_engine.kernels.fp8 import BLOCK, Fp8Tensor
 from kdtree_engine.kernels.fp8.words import (
-    RANDOM_SPREAD,
     dense,
     on_device,
+    random_scales,
     random_words,
     values_of,
     words_of,
@@ -114,16 +114,20 @@ def random_linear(
     device: torch.device,
     spread: float,
     quantised: bool = False,
+    generator: torch.Generator | None = None,
 ) -> PackedLinear:
-    """A weight of random values made in place, for measuring: normal ones, or FP8."""
+    """A weight of random values made in place, for measuring: normal ones, or FP8.
+
+    spread: their standard deviation. generator: the device's.
+    """
     rows, blocks = -(-columns // TILE), -(-depth // TILE)
     segment = segment_blocks(rows, blocks)
     if quantised:
-        tiles = random_words((rows, blocks, TILE, TILE // 2), device)
-        scales = torch.empty(rows, blocks, device=device).uniform_(0.5, 1.5)
-        scales *= spread / RANDOM_SPREAD
+        tiles = random_words((rows, blocks, TILE, TILE // 2), device, generator)
+        scales = random_scales((rows, blocks), spread, device, generator)
         return PackedLinear(tiles, columns, depth, segment, dtype, scales)
-    tiles = torch.empty(rows, blocks, TILE, TILE, dtype=dtype, device=device).normal_(0.0, spread)
+    tiles = torch.empty(rows, blocks, TILE, TILE, dtype=dtype, device=device)
+    tiles.normal_(0.0, spread, generator=generator)
     return PackedLinear(tiles, columns, depth, segment, dtype)
 
 
