@@ -133,6 +133,23 @@ def pack_experts(
     return PackedExperts(up, down, shared, segments_of(up.columns))
 
 
+def packed_experts_bytes(
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+    shared_down: Tensor | None,
+    count: int,
+    dtype: torch.dtype,
+) -> int:
+    """What `pack_experts` takes for `count` experts of such a pair; on "meta" nothing is taken."""
+    made = [
+        _empty(gate_up, count, UP_ROWS, dtype, "meta", interleaved=True),
+        _empty(down, count, DOWN_ROWS, dtype, "meta", interleaved=False),
+    ]
+    if shared_down is not None:
+        made.append(_empty(shared_down, 1, DOWN_ROWS, dtype, "meta", interleaved=False))
+    return sum(one.weight.nbytes + (0 if one.scale is None else one.scale.nbytes) for one in made)
+
+
 def random_packed_experts(
     experts: int,
     hidden: int,

@@ -21,6 +21,7 @@ from kdtree_engine.kernels.linear.packed import (
     Parts,
     Weight,
     pack_linear,
+    packed_linear_bytes,
     random_linear,
     whole_weight,
 )
@@ -148,6 +149,7 @@ __all__ = [
     "pack_columns",
     "pack_linear",
     "pack_weight",
+    "packed_linear_bytes",
     "product",
     "random_linear",
 ]

@@ -107,6 +107,14 @@ def pack_linear(parts: Parts, dtype: torch.dtype, device: torch.device | str) ->
     return PackedLinear(tiles, columns, depth, segment_blocks(*scales.shape), dtype, scales)
 
 
+def packed_linear_bytes(rows: Sequence[int], depth: int, dtype: torch.dtype, fp8: bool) -> int:
+    """What `pack_linear` takes for parts of so many rows, all of them FP8 or none."""
+    tiles = -(-sum(rows) // TILE) * -(-depth // TILE)
+    if fp8 and _whole_tiles(rows):
+        return tiles * (TILE * TILE + torch.float32.itemsize)
+    return tiles * TILE * TILE * dtype.itemsize
+
+
 def random_linear(
     columns: int,
     depth: int,
@@ -136,8 +144,13 @@ def _listed(parts: Parts) -> list[Weight]:
 
 
 def _stays_fp8(parts: list[Weight]) -> bool:
-    whole = all(part.shape[0] % TILE == 0 for part in parts[:-1])
+    whole = _whole_tiles([part.shape[0] for part in parts])
     return whole and all(isinstance(part, Fp8Tensor) for part in parts)
+
+
+def _whole_tiles(rows: Sequence[int]) -> bool:
+    """Whether no tile holds rows of two parts."""
+    return all(count % TILE == 0 for count in rows[:-1])
 
 
 def _tiles(whole: Tensor) -> Tensor:
