@@ -137,28 +137,43 @@ def test_fp8_round_trip(tmp_path: Path) -> None:
     assert deepseek.notes == ("skipped the multi-token-prediction layer 4 (77 tensors)",)
 
 
+TOKENS = {"added_tokens_decoder": {"9": {"content": "<think>"}}}
+
+
 @pytest.mark.parametrize(
-    ("file", "content", "family"),
+    ("files", "family"),
     [
-        ("x.json", {}, "k2"),
+        ({}, "k2"),
+        ({"tokenizer_config.json": {"chat_template": "x"}}, "k2"),
+        ({"tokenizer_config.json": TOKENS}, "k2-thinking"),
+        ({"tokenizer_config.json": {"chat_template": "x <think>"}}, "k2-thinking"),
+        ({"tokenizer_config.json": TOKENS | {"chat_template": "x"}}, "k2"),
+        ({"chat_template.jinja": "{{ '<think>' }}"}, "k2-thinking"),
+        ({"chat_template.jinja": "{{ 1 }}"}, "k2"),
+        ({"chat_template.jinja": "{{ 1 }}", "tokenizer_config.json": TOKENS}, "k2"),
+        # An older template that the file beside it has replaced.
+        ({"chat_template.jinja": "x", "tokenizer_config.json": {"chat_template": "<think>"}}, "k2"),
+        ({"chat_template.json": {"chat_template": "x"}, "tokenizer_config.json": TOKENS}, "k2"),
+        ({"chat_template.json": {"chat_template": "<think>"}}, "k2-thinking"),
         (
-            "tokenizer_config.json",
-            {"added_tokens_decoder": {}, "chat_template": "<|im_user|>"},
-            "k2",
+            {
+                "chat_template.json": {"chat_template": "<think>"},
+                "tokenizer_config.json": {"chat_template": "x"},
+            },
+            "k2-thinking",
         ),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"9": {"content": "<think>"}}}, None),
-        ("tokenizer_config.json", {"chat_template": "x <think>"}, None),
-        ("chat_template.jinja", "{{ '<think>' }}", None),
-        ("chat_template.jinja", "{{ 1 }}", "k2"),
     ],
 )
 def test_k2_and_k2_thinking_are_told_apart_as_chat_does(
-    tmp_path: Path, file: str, content: Any, family: str | None
+    tmp_path: Path, files: dict[str, Any], family: str
 ) -> None:
     make_checkpoint(tmp_path, "k2-thinking")
-    (tmp_path / file).write_text(content if isinstance(content, str) else json.dumps(content))
+    assert open_model(tmp_path).config.family == "k2-thinking" == detect_family(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    for name, content in files.items():
+        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
     config = open_model(tmp_path).config
-    assert config.family == (family or "k2-thinking") == detect_family(tmp_path)
+    assert config.family == family == detect_family(tmp_path)
     assert config.quantization == "int4"
 
 

@@ -238,7 +238,7 @@ def test_fp8_headers_of_kimi_k2(tmp_path: Path, capsys: Capture) -> None:
 
 KINDS = [
     ("k2.6", None, "k2.5", "int4"),
-    ("k2-thinking", None, "k2", "int4"),  # without a tokenizer nothing tells it from K2
+    ("k2-thinking", None, "k2-thinking", "int4"),
     ("k2", None, "k2", "fp8"),
     ("deepseek-v3", "fp8", "deepseek-v3", "fp8"),
     ("deepseek-v3", None, "deepseek-v3", "none"),
