@@ -20,7 +20,7 @@ from kdtree_engine.checkpoints.write import make_checkpoint, write_model
 from kdtree_engine.config import DraftMask, RopeConfig
 from kdtree_engine.errors import DrafterError
 from kdtree_engine.kernels.fp8 import Fp8Tensor
-from kdtree_engine.kernels.int4 import dequantise, quantise
+from kdtree_engine.kernels.int4 import Int4Tensor, dequantise, quantise
 from kdtree_engine.tokenizer.chat import detect_family
 
 FAMILIES = ("k2.6", "deepseek-v3")
@@ -72,7 +72,8 @@ def test_round_trip(tmp_path: Path, family: str, limit: int | None) -> None:
                     assert experts.form(expert, projection) == "dense"
                     values.append(raw[module + ".weight"])
                     continue
-                packed = experts.packed(expert, projection)
+                packed = experts.stored(expert, projection)
+                assert isinstance(packed, Int4Tensor)
                 assert torch.equal(packed.packed, raw[module + ".weight_packed"])
                 assert torch.equal(packed.scale, raw[module + ".weight_scale"])
                 values.append(dequantise(packed))

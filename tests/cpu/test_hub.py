@@ -65,6 +65,11 @@ def refused(name: str, *parts: str) -> None:
         ({"XDG_CACHE_HOME": "/x"}, "/x/huggingface/hub"),
         ({}, "~/.cache/huggingface/hub"),
         ({"HF_HOME": "~/hf"}, "~/hf/hub"),
+        ({"HUGGINGFACE_HUB_CACHE": "/o", "HF_HOME": "/c"}, "/o"),
+        ({"HF_HUB_CACHE": "/a", "HUGGINGFACE_HUB_CACHE": "/o"}, "/a"),
+        ({"HF_HUB_CACHE": "$S/a", "S": "/s"}, "/s/a"),
+        ({"HF_HOME": "${S}/hf", "S": "~/s"}, "~/s/hf/hub"),
+        ({"XDG_CACHE_HOME": "$NONE/x"}, "$NONE/x/huggingface/hub"),
     ],
 )
 def test_where_the_cache_is(variables: dict[str, str], place: str) -> None:

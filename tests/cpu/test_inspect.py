@@ -20,6 +20,7 @@ from checkpoint_tools import (
     stored_tensors,
     write_headers,
 )
+from safetensors.torch import save_file
 
 from kdtree_engine import cli
 from kdtree_engine.checkpoints import open_model
@@ -28,6 +29,7 @@ from kdtree_engine.checkpoints.model_config import parse_model_config
 from kdtree_engine.checkpoints.names import PARTS, expected_tensors, expert_modules, fp8_form
 from kdtree_engine.checkpoints.names import projection_of as projection
 from kdtree_engine.checkpoints.templates import Dims, model_template
+from kdtree_engine.checkpoints.write import make_checkpoint
 from kdtree_engine.cli.inspect import as_json, show
 from kdtree_engine.engine.describe import GPU_BYTES, TargetReport, describe, rank_share
 from kdtree_engine.engine.memory import weight_bytes
@@ -302,6 +304,20 @@ def test_the_packaged_model_and_its_drafter(capsys: Capture) -> None:
         "3,072",
     ):
         assert part in out, part
+
+
+def test_a_drafter_from_its_anchor_and_what_was_skipped(tmp_path: Path, capsys: Capture) -> None:
+    """Its root's slot guesses too, so it drafts as many positions as a block has slots."""
+    dims = Dims(block_size=6, sample_from_anchor=True)
+    make_checkpoint(tmp_path, "k2.6", drafter=True, dims=dims, layout="speculators")
+    folder = tmp_path / "drafter"
+    assert "6 slots, 6 drafted positions" in tables(capsys, str(folder))
+    stored = stored_tensors(folder)
+    stored["verifier_norm.weight"] = torch.ones(64, dtype=torch.bfloat16)
+    save_file(stored, str(folder / "model.safetensors"), {"format": "pt"})
+    said = "skipped the drafter's copies of the target (verifier_norm.weight)"
+    assert f"Note: {said}." in tables(capsys, str(folder)).replace("\n", " ")
+    assert report(capsys, str(folder))["notes"] == [said]
 
 
 def test_a_folder_name_is_no_markup(

@@ -25,6 +25,9 @@ TOKENIZER_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_JSON = "chat_template.json"
 
+DRAFTER_KEYS = ("dflash_config", "speculators_model_type")
+"""Either stands in a drafter's config.json, in whichever layout, and in no target's."""
+
 MAX_LAYERS = 4096
 """More than any model has: an absurd number must not make us list its tensors."""
 
@@ -35,6 +38,8 @@ MAX_POSITIONS = 1 << 22
 def read_model_config(folder: Path) -> ModelConfig:
     """The ModelConfig of a model folder. ConfigError names the file and the key at fault."""
     data = read_json(folder, CONFIG_FILE, ConfigError)
+    if any(key in data for key in DRAFTER_KEYS):
+        raise ConfigError(f"{folder}: is a drafter, not a model; give it as --drafter (drafter=)")
     extra_stops: tuple[int, ...] = ()
     if (folder / GENERATION_FILE).exists():
         generation = read_json(folder, GENERATION_FILE, ConfigError)
