@@ -11,7 +11,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kdtree_engine.checkpoints.model_config import CONFIG_FILE, MAX_LAYERS, MAX_POSITIONS
+from kdtree_engine.checkpoints.model_config import (
+    CONFIG_FILE,
+    DRAFTER_KEYS,
+    FAMILIES,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+)
 from kdtree_engine.checkpoints.reader import check_folder, read_json
 from kdtree_engine.checkpoints.rope_config import read_rope
 from kdtree_engine.checkpoints.section import Section
@@ -30,7 +36,7 @@ def is_drafter(folder: Path) -> bool:
     """Whether the config of a folder speaks of a drafter, in any layout. ConfigError if broken."""
     check_folder(folder)
     data = read_json(folder, CONFIG_FILE, ConfigError)
-    return "dflash_config" in data or "speculators_model_type" in data
+    return any(key in data for key in DRAFTER_KEYS)
 
 
 def read_drafter_config(folder: Path) -> DrafterConfig:
@@ -39,8 +45,10 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
     ConfigError for a key that is absent or not implemented, DrafterError for values with which no
     draft could work (mask token outside the vocabulary, block of fewer than 2).
     """
-    where = str(folder / CONFIG_FILE)
-    return parse_drafter_config(read_json(folder, CONFIG_FILE, ConfigError), where)
+    data = read_json(folder, CONFIG_FILE, ConfigError)
+    if data.get("model_type") in FAMILIES and not any(key in data for key in DRAFTER_KEYS):
+        raise ConfigError(f"{folder}: is a model, not a drafter; give it as MODEL (model=)")
+    return parse_drafter_config(data, str(folder / CONFIG_FILE))
 
 
 def parse_drafter_config(data: dict[str, Any], where: str) -> DrafterConfig:
@@ -223,6 +231,12 @@ def _layer_types(section: Section) -> tuple[str, ...]:
     """One of LAYER_TYPES a layer; full attention everywhere where the key is absent."""
     layers = section.size("num_hidden_layers", most=MAX_LAYERS)
     types = section.texts("layer_types")
+    if SLIDING in types and not section.flag("use_sliding_window", True):
+        raise section.error(
+            "use_sliding_window",
+            f"is false, but layer_types has {SLIDING}: transformers then sets no limit, other "
+            "readers do; set it true, or those layers to full_attention, as in training",
+        )
     if not types:
         slides = section.flag("use_sliding_window", False)
         if slides and section.size("max_window_layers", layers, least=0) < layers:

@@ -153,7 +153,7 @@ class ModelCheckpoint:
         specs = {}
         for name, spec in expected_tensors(self.config, experts=False).items():
             module = projection_of(name)
-            if module is None or module + SCALE_INV not in stored:
+            if module is None or not _in_fp8(module, stored):
                 specs[name] = spec
                 continue
             rows, columns = spec.shape
@@ -175,6 +175,8 @@ class ModelCheckpoint:
         except CheckpointError as error:
             found.conflicts.append(str(error))
             return {name for specs in forms.values() for name in specs(module, shape)}
+        if form == DENSE and _in_fp8(module, stored):
+            form = FP8  # the scales are missing
         specs = forms[form](module, shape)
         if self._check_declared(module, form, found):
             found.compare(specs, stored)
@@ -202,6 +204,12 @@ class ModelCheckpoint:
         if self._files.unindexed:
             notes.append(f"skipped {self._files.unindexed} tensors that the index does not name")
         return tuple(notes)
+
+
+def _in_fp8(module: str, stored: dict[str, StoredTensor]) -> bool:
+    """Whether a module's tensors are meant as FP8: one of its two is enough."""
+    weight = stored.get(module + WEIGHT)
+    return module + SCALE_INV in stored or (weight is not None and weight.dtype == "F8_E4M3")
 
 
 class ExpertTensors:
@@ -249,13 +257,6 @@ class ExpertTensors:
     def down(self, expert: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Down, [H, I]."""
         return self.weight(expert, "down_proj", dtype)
-
-    def packed(self, expert: int, projection: str) -> Int4Tensor:
-        """The packed form of an INT4 projection; CheckpointError if it is stored dense."""
-        if self.form(expert, projection) != INT4:
-            module = self._module(expert, projection)
-            raise CheckpointError(f"{self._checkpoint.folder}: {module} is not stored as INT4")
-        return self._int4(expert, projection, own=True)
 
     def pairs(
         self, dtype: torch.dtype = torch.bfloat16

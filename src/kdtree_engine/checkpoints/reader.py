@@ -24,6 +24,7 @@ from kdtree_engine.errors import CheckpointError, ConfigError, TokenizerError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 MAX_TEXT_BYTES = 1 << 28
 """More than any config, index or vocabulary has: such files are read whole."""
@@ -272,7 +273,7 @@ def _why_no_weights(folder: Path) -> str:
     shards = [name for name in files if name.endswith(".safetensors")]
     if shards:
         return f"holds {few(shards)} but no {INDEX_FILE}; download it again"
-    pickles = [name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    pickles = [name for name in files if name.endswith(PICKLES)]
     if pickles:
         return f"holds {few(pickles)}; only safetensors are read, since pickles can run code"
     return f"holds no weights ({SINGLE_FILE}, or shards with {INDEX_FILE})"

@@ -110,7 +110,7 @@ def build_engine(
 ) -> tuple[Engine, tuple[str, ...]]:
     """Load everything and check that it fits together; `config.cache_pages` 0 means as needed.
 
-    Returns the engine, and what was skipped of the folders or speaks against the drafter.
+    Returns the engine, and what was skipped of the folders.
     """
     checkpoint = open_model(folder)
     for note in checkpoint.notes:
@@ -159,20 +159,19 @@ def build_engine(
 def _load_network(
     folder: Path, target: ModelCheckpoint, dtype: torch.dtype, device: torch.device
 ) -> tuple[DFlashModel, tuple[str, ...]]:
-    """The network of a drafter that fits the target, and what there is to say of it."""
+    """The network of a drafter that fits the target, and what was skipped of its folder."""
     checkpoint = open_drafter(folder)
     check_drafter(checkpoint.config, target.config)
     for note in checkpoint.notes:
         log.info("%s: %s", folder.name, note)
     configs = (read_json(one, CONFIG_FILE, ConfigError) for one in (folder, target.folder))
     draft_config, target_config = configs
-    warning = revision_warning(
-        draft_config, folder.absolute(), target_config, target.folder.absolute()
-    )
+    homes = target.folder.absolute(), target.folder.resolve()
+    warning = revision_warning(draft_config, folder.absolute(), target_config, homes)
     if warning is not None:
         log.warning("%s", warning)
     network = load_drafter(checkpoint, dtype, device, target.config.max_positions)
-    return network, (*checkpoint.notes, *([warning] if warning else []))
+    return network, checkpoint.notes
 
 
 def _drafter_folder(model: Path, drafter: DrafterChoice) -> Path | None:

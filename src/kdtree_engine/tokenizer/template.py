@@ -70,11 +70,6 @@ class Template:
         """Whether a folder has a chat template."""
         return bool(_sources(folder))
 
-    @staticmethod
-    def source_in(folder: Path) -> str:
-        """The text of a folder's templates, one after the other."""
-        return "\n".join(_sources(folder).values())
-
     def render(self, variables: Mapping[str, Any]) -> str:
         """The prompt's text. Raises TokenizerError for whatever goes wrong in the template."""
         template = (
