@@ -179,7 +179,7 @@ def test_options_reach_the_engine(engine: Script) -> None:
     arguments = (
         "generate folder --prompt-ids 3,4,5 --max-tokens 7 --temperature 0.5 --top-k 9 --top-p 0.9"
         " --min-p 0.1 --seed 11 --ignore-eos --drafter ngram --tree-nodes chain:3 --device cpu"
-        " --dtype float32 --prefill-chunk 64 --eager --stop -- --stop end --min-tokens 2"
+        " --dtype float32 --prefill-chunk 64 --eager --stop -x --stop end --min-tokens 2"
         " --repetition-penalty 1.5 --frequency-penalty 0.5 --presence-penalty -0.5"
         " --logit-bias 3:-1.5,4:2 --allowed-ids 3,4 --bad-words worse --json --logprobs 2"
         " --prompt-logprobs 0"
@@ -194,7 +194,7 @@ def test_options_reach_the_engine(engine: Script) -> None:
         "min_p": 0.1,
         "seed": 11,
         "ignore_eos": True,
-        "stop": ["--", "end"],
+        "stop": ["-x", "end"],
         "min_tokens": 2,
         "repetition_penalty": 1.5,
         "frequency_penalty": 0.5,
