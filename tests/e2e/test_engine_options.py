@@ -287,7 +287,7 @@ def test_the_command_writes_json(folder: Path) -> None:
 
 def test_capacity_through_the_api(folder: Path) -> None:
     llm = load(folder, cache_pages=1)
-    refused(CapacityError, "needs 2 cache pages", lambda: llm.generate(prompt(60), greedy(5)))
+    refused(CapacityError, "needs 2 cache pages", lambda: llm.generate(prompt(60), greedy(6)))
 
 
 def test_settings_that_no_tensor_holds(folder: Path) -> None:
