@@ -7,12 +7,15 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from kdtree_engine.kernels.rope import RopeTable
 
 CheckpointMaker = Callable[..., Path]
 """The `checkpoint` fixture: family and options of make_checkpoint -> folder."""
@@ -70,6 +73,25 @@ def replace_tensors(folder: Path, changes: dict[str, Tensor]) -> None:
     tensors = stored_tensors(folder)
     assert changes.keys() <= tensors.keys(), changes.keys() - tensors.keys()
     save_file({**tensors, **changes}, str(folder / "model.safetensors"), {"format": "pt"})
+
+
+def network_bytes(network: object) -> int:
+    """Of every tensor that a network holds, however deep; its rotary table is no weight."""
+    found: dict[int, int] = {}
+
+    def collect(value: object) -> None:
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, tuple):
+            for item in value:
+                collect(item)
+        elif is_dataclass(value) and not isinstance(value, RopeTable):
+            for one in fields(value):
+                collect(getattr(value, one.name))
+
+    collect(network)
+    return sum(found.values())
 
 
 Header = tuple[str, tuple[int, ...]]

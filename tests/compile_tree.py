@@ -24,6 +24,8 @@ def launches(device: str = "meta") -> None:
     logits = empty(ROWS, VOCAB, dtype=torch.float32)
     settings = (column(ROWS), empty(ROWS), column(ROWS), column(ROWS), empty(ROWS), empty(ROWS))
     sample._launch_sample(logits, *settings)
+    bounds = gumbel._launch_bounds(empty(1), column(1, torch.int32), column(1), HORIZON + 1, VOCAB)
+    sample._launch_sample(logits, *settings, bounds)
     gumbel._launch_gumbel(empty(ROWS), empty(ROWS), VOCAB)
 
     noise = (column(HORIZON), empty(HORIZON), empty(HORIZON))
@@ -50,6 +52,9 @@ def launches(device: str = "meta") -> None:
         names = empty(1, horizon, ranks)
         build._launch_tree(values, names, budget)
         build._launch_tree(values, names, budget, empty(1), empty(1), False, places, 1 << 18)
+        limits = (None, None, False, places, 1 << 18)
+        noise = gumbel.NoiseWanted(empty(1), column(1), HORIZON + 1, VOCAB)
+        build._launch_tree(values, names, budget, *limits, noise)
 
     tree = empty(1, ROWS)
     mask._launch_mask(tree)

@@ -13,19 +13,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kdtree_engine.kernels import cache_commit, top_k
+from kdtree_engine.kernels import cache_commit, gumbel, top_k, tree_build
 from kdtree_engine.kernels import sample as sampling
 from kdtree_engine.kernels.cache_commit import reference as commit_reference
 from kdtree_engine.kernels.sample import reference as sample_reference
 from kdtree_engine.kernels.top_k import reference as top_reference
 from kdtree_engine.kernels.tree_accept import AcceptedPaths, tree_accept
 from kdtree_engine.kernels.tree_accept import reference as accept_reference
-from kdtree_engine.kernels.tree_build import PlannedTrees, TreePlaces, plan_trees
+from kdtree_engine.kernels.tree_build import PlannedTrees, TreePlaces
 from kdtree_engine.kernels.tree_build import reference as build_reference
 from kdtree_engine.kernels.tree_mask import tree_mask
 from ops.base import Variant
 
 VOCAB, HORIZON, NODES, LAYERS, DRAFT_LAYERS = 163_840, 7, 63, 61, 5
+CONTEXT = 60
 SETTINGS = {
     "T=0": (0.0, 0, 1.0, 0.0),
     "T=1": (1.0, 0, 1.0, 0.0),
@@ -43,6 +44,7 @@ class World(NamedTuple):
     logits: list[Tensor]  # [R N, V]
     settings: tuple[Tensor, ...]  # of the rows
     noise: tuple[Tensor, Tensor, Tensor]  # temperatures, seeds and positions of the draft rows
+    wanted: gumbel.NoiseWanted  # bounds of the noise that the sampled rows share
     places: TreePlaces
     pages: Tensor
     latents: list[Tensor]
@@ -70,17 +72,23 @@ def world(requests: int, setting: tuple[float, int, float, float]) -> World:
         column(p, torch.float32, rows),
         column(q, torch.float32, rows),
         column(7, torch.int64, rows),
-        torch.arange(rows, device="cuda") % (HORIZON + 1) + 1000,
+        torch.arange(rows, device="cuda") % (HORIZON + 1) + CONTEXT + 1,
     )
     drafted = requests * HORIZON
-    positions = torch.arange(drafted, device="cuda") % HORIZON + 1000
+    positions = torch.arange(drafted, device="cuda") % HORIZON + CONTEXT + 1
     place = torch.arange(requests, device="cuda")
-    contexts = torch.full((requests,), 60, dtype=torch.int32, device="cuda")
+    contexts = torch.full((requests,), CONTEXT, dtype=torch.int32, device="cuda")
     return World(
         [logits(drafted) for _ in range(CALLS)],
         [logits(rows) for _ in range(CALLS)],
         settings,
         (column(heat, torch.float32, drafted), column(7, torch.int64, drafted), positions),
+        gumbel.NoiseWanted(
+            column(7, torch.int64, requests),
+            column(heat, torch.float32, requests),
+            HORIZON + 1,
+            VOCAB,
+        ),
         TreePlaces(place + 5, contexts, (requests * 4 + place) * 64),
         torch.arange(requests * 4, device="cuda").view(requests, 4).int(),
         [torch.randn(total, 64, 576, device="cuda").bfloat16() for _ in range(LAYERS)],
@@ -94,8 +102,17 @@ def candidates(on: World, call: int = 0) -> tuple[Tensor, Tensor]:
     return values.view(-1, HORIZON, NODES), ids.view(-1, HORIZON, NODES)
 
 
-def plan(on: World, values: Tensor, ids: Tensor) -> PlannedTrees:
-    return plan_trees(values, ids, NODES, on.places, 1 << 18)
+def plan(
+    on: World, values: Tensor, ids: Tensor, noise: bool = True, helpers: int = tree_build.HELPERS
+) -> PlannedTrees:
+    """Trees, and with them the bounds of the noise."""
+    wanted = on.wanted if noise else None
+    made = tree_build._launch_tree(
+        values, ids, NODES, None, None, False, on.places, 1 << 18, wanted, helpers
+    )
+    trees, ancestors, rows, bounds = made
+    assert rows is not None
+    return PlannedTrees(trees, ancestors, rows, bounds)
 
 
 def walk(trees: PlannedTrees, picked: sampling.Sampled) -> AcceptedPaths:
@@ -109,19 +126,29 @@ def walk(trees: PlannedTrees, picked: sampling.Sampled) -> AcceptedPaths:
     )
 
 
-def commit(on: World, trees: PlannedTrees, paths: AcceptedPaths) -> None:
-    for layers in (on.latents, on.states):
+def commit(on: World, trees: PlannedTrees, paths: AcceptedPaths, states: bool = False) -> None:
+    """The latents' rows. states: the drafter's, too, which in a step it writes itself."""
+    for layers in (on.latents, on.states)[: 1 + states]:
         cache_commit.commit_paths_device(
             layers, trees.rows.slots, paths.indices, paths.lengths, on.places.contexts, on.pages,
             (len(on.latents[0]) - 1) * 64,
         )  # fmt: skip
 
 
-def step(on: World, call: int = 0) -> AcceptedPaths:
-    """Everything in order; the positions of the sampled rows are given, not the trees'."""
-    trees = plan(on, *candidates(on, call))
-    paths = walk(trees, sampling.sample(on.logits[call], *on.settings))
-    commit(on, trees, paths)
+def step(
+    on: World, call: int = 0, noise: bool = True, states: bool = False,
+    helpers: int = tree_build.HELPERS, merge_warps: int = 8, **tiles: int,
+) -> AcceptedPaths:  # fmt: skip
+    """Everything in order; the positions of the sampled rows are given, not the trees'.
+
+    noise: its bounds come with the trees, or every row draws its own. tiles: of sampling.
+    """
+    values, ids = top_k._launch_top(on.drafts[call], NODES, *on.noise, merge_warps=merge_warps)
+    shape = (-1, HORIZON, NODES)
+    trees = plan(on, values.view(shape), ids.view(shape), noise, helpers)
+    picked = sampling._launch_sample(on.logits[call], *on.settings, trees.noise, **tiles)
+    paths = walk(trees, picked)
+    commit(on, trees, paths, states)
     return paths
 
 
@@ -136,27 +163,47 @@ def same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> str | None:
 
 
 def variants() -> Iterator[Variant]:
-    """Every operator for 1 and 8 requests, the sizes of chunks, and whole steps."""
+    """Every operator for 1 and 8 requests, the sizes of chunks and tiles, and whole steps."""
     for requests in (1, 8):
         on = world(requests, SETTINGS["T=0"])
         yield from _candidates(f"R={requests} T=0", on)
-        yield from _trees(requests, on)
+        yield from _trees(requests, "T=0", on)
         yield from _commits(requests, on)
         for name, setting in SETTINGS.items():
             on = world(requests, setting)
             if name == "T=1":
                 yield from _candidates(f"R={requests} T=1", on)
+                yield from _trees(requests, "T=1", on)
             yield from _samples(f"R={requests} {name}", on)
             yield from _steps(f"R={requests} {name}", on)
 
 
+STEPS: tuple[dict[str, int], ...] = (
+    {},
+    {"noise": False},
+    {"states": True},
+    {"helpers": 1},
+    {"helpers": 8},
+    {"merge_warps": 16},
+    {"chunk": 2048, "warps": 4},
+    {"rows_a_tile": 8, "wide": 32},
+)
+
+
 def _steps(name: str, on: World) -> Iterator[Variant]:
     moved = on.drafts[0].nbytes + on.logits[0].nbytes
-    for calls in (1, CALLS):
+    bare = name.endswith(("T=0", "T=1"))  # no filters
+    ways = [(1, sizes) for sizes in (STEPS if bare else STEPS[:2])]
+    for calls, sizes in (*ways, (CALLS, {})):
+
+        def run(call: int, sizes: dict[str, int] = sizes) -> AcceptedPaths:
+            return step(on, call, **sizes)  # type: ignore[arg-type]
+
+        shown = "".join(f" {key} {int(value)}" for key, value in sizes.items())
         yield Variant(
-            f"step {name} | {calls} in a graph",
-            lambda call: step(on, call),
-            lambda: _check_step(on),
+            f"step {name} | {calls} in a graph{shown}",
+            run,
+            lambda run=run: _check_step(on, run(0)),  # type: ignore[misc]
             calls,
             moved,
         )
@@ -164,8 +211,8 @@ def _steps(name: str, on: World) -> Iterator[Variant]:
 
 def _candidates(name: str, on: World) -> Iterator[Variant]:
     want = top_reference.top_log_probs(on.drafts[0], NODES, *on.noise)[1]
-    launches = ((2048, 8, 32, 16), (1024, 4, 32, 16), (4096, 8, 32, 16), (2048, 8, 64, 16))
-    for chunk, warps, length, merging in (*launches, (2048, 8, 32, 8)):
+    launches = ((1024, 4, 32, 8), (1024, 4, 32, 16), (2048, 8, 32, 8), (1024, 4, 64, 8))
+    for chunk, warps, length, merging in launches:
 
         def run(
             call: int, chunk: int = chunk, warps: int = warps, length: int = length,
@@ -193,27 +240,53 @@ def _check_candidates(ids: Tensor, want: Tensor, on: World) -> str | None:
     return f"{moved:.1%} of the candidates differ" if moved > 0.02 else None
 
 
+SAMPLES: tuple[tuple[bool, dict[str, int]], ...] = (
+    (True, {}),
+    (False, {}),
+    (True, {"chunk": 2048, "warps": 4}),
+    (True, {"rows_a_tile": 8, "wide": 32}),
+    (True, {"rows_a_tile": 8}),
+)
+
+
 def _samples(name: str, on: World) -> Iterator[Variant]:
+    """Sampling with the bounds given, and its two kernels alone."""
     want = sample_reference.sample(on.logits[0], *on.settings)
-    for chunk, warps, rows in ((4096, 8, 8), (2048, 4, 8), (8192, 8, 8), (4096, 8, 16)):
+    bounds = gumbel._launch_bounds(
+        on.wanted.seeds, on.places.contexts, on.wanted.temperature, HORIZON + 1, VOCAB
+    )
+    moved = on.logits[0].nbytes
+    for noise, sizes in SAMPLES if name.endswith("T=1") else SAMPLES[:2]:
+        read = bounds if noise else None
 
         def run(
-            call: int, chunk: int = chunk, warps: int = warps, rows: int = rows
+            call: int, read: gumbel.NoiseBounds | None = read, sizes: dict[str, int] = sizes
         ) -> sampling.Sampled:
-            return sampling._launch_sample(
-                on.logits[call], *on.settings, chunk=chunk, warps=warps, rows_a_tile=rows
-            )
+            return sampling._launch_sample(on.logits[call], *on.settings, read, **sizes)
 
+        shown = "".join(f" {key} {value}" for key, value in sizes.items())
         yield Variant(
-            f"sample {name} | chunk {chunk} warps {warps} tile {rows}",
+            f"sample {name} | noise {'read' if noise else 'by row'}{shown}",
             run,
             lambda run=run: same(run(0), want),  # type: ignore[misc]
             CALLS,
-            on.logits[0].nbytes,
+            moved,
         )
+    heat, _, top_p, _, seeds, positions = on.settings
+
+    def find(call: int) -> sampling.Runs:
+        return sampling._find_runs(on.logits[call], heat, top_p, seeds, positions, bounds)
+
+    found = [find(call) for call in range(CALLS)]
+
+    def choose(call: int) -> sampling.Sampled:
+        return sampling._choose(on.logits[call], on.settings, found[call])
+
+    yield Variant(f"runs {name} | noise read", find, lambda: None, CALLS, moved)
+    yield Variant(f"choose {name}", choose, lambda: same(choose(0), want), CALLS, 0)
 
 
-def _trees(requests: int, on: World) -> Iterator[Variant]:
+def _trees(requests: int, name: str, on: World) -> Iterator[Variant]:
     values, ids = candidates(on)
     trees = plan(on, values, ids)
     picked = sampling.sample(on.logits[0], *on.settings)
@@ -224,9 +297,14 @@ def _trees(requests: int, on: World) -> Iterator[Variant]:
         picks[here, above] = trees.trees.tokens[:, row]
     taken = sampling.Sampled(picks.flatten(), picked.finite)
 
-    def check_plan() -> str | None:
+    def check_plan(made: PlannedTrees) -> str | None:
         want = build_reference.tree_build(values.cpu(), ids.cpu(), NODES)
-        return same(plan(on, values, ids).trees, want)
+        wrong = same(made.trees, want)
+        if made.noise is None or name == "T=0" or wrong:
+            return wrong
+        seeds, heat, depths, vocab = on.wanted
+        bounds = gumbel._launch_bounds(seeds, on.places.contexts, heat, depths, vocab)
+        return same((made.noise.values,), (bounds.values,))
 
     def check_walk() -> str | None:
         given = (trees.trees.tokens, trees.trees.parents, picks, HORIZON + 1)
@@ -235,7 +313,21 @@ def _trees(requests: int, on: World) -> Iterator[Variant]:
     def check_mask() -> str | None:
         return same((tree_mask(trees.trees.parents),), (trees.ancestors,))
 
-    yield Variant(f"tree_build R={requests}", lambda _: plan(on, values, ids), check_plan, CALLS, 0)
+    for noise, helpers in ((False, 0), (True, 1), (True, 3), (True, 8)):
+
+        def build(_: int, noise: bool = noise, helpers: int = helpers) -> PlannedTrees:
+            return plan(on, values, ids, noise, helpers)
+
+        shown = f"noise by {helpers} a multiprocessor" if noise else "no noise"
+        yield Variant(
+            f"tree_build R={requests} {name} | {shown}",
+            build,
+            lambda build=build: check_plan(build(0)),  # type: ignore[misc]
+            CALLS,
+            0,
+        )
+    if name != "T=0":
+        return
     yield Variant(f"tree_accept R={requests}", lambda _: walk(trees, taken), check_walk, CALLS, 0)
     yield Variant(
         f"tree_mask R={requests}", lambda _: tree_mask(trees.trees.parents), check_mask, CALLS, 0
@@ -248,7 +340,7 @@ def _commits(requests: int, on: World) -> Iterator[Variant]:
     indices = torch.arange(length, device="cuda").mul(7).expand(requests, length).contiguous()
     lengths = torch.full((requests,), length, device="cuda")
     move = (slots, indices, lengths, on.places.contexts, on.pages)
-    for columns in (32, 64, 128, 512):
+    for columns in (128, 256, 512):
 
         def run(_: int, columns: int = columns) -> None:
             cache_commit._launch_paths(on.latents, *move, columns=columns)
@@ -263,10 +355,10 @@ def _commits(requests: int, on: World) -> Iterator[Variant]:
         yield Variant(f"commit R={requests} | columns {columns}", run, check, CALLS, moved)
 
 
-def _check_step(on: World) -> str | None:
+def _check_step(on: World, got: AcceptedPaths) -> str | None:
     values, ids = candidates(on)
     built = build_reference.tree_build(values.cpu(), ids.cpu(), NODES)
     tokens, finite = sample_reference.sample(on.logits[0], *on.settings)
     shape = built[0].shape
     given = (built[0], built[1], tokens.view(shape).cpu(), HORIZON + 1, finite.view(shape).cpu())
-    return same(step(on), accept_reference.tree_accept(*given))
+    return same(got, accept_reference.tree_accept(*given))

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 
 from kdtree_engine.errors import OptionError
 
@@ -38,16 +39,23 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def hub_cache(variables: Mapping[str, str] | None = None) -> Path:
-    """Where Hugging Face's tools keep downloads: HF_HUB_CACHE, or `hub` in HF_HOME.
+    """Where Hugging Face's tools keep downloads: HF_HUB_CACHE, its older name
+    HUGGINGFACE_HUB_CACHE, or `hub` in HF_HOME.
 
-    HF_HOME is `huggingface` in XDG_CACHE_HOME, which is ~/.cache, unless they are set.
+    HF_HOME is `huggingface` in XDG_CACHE_HOME, which is ~/.cache, unless they are set. Values may
+    hold `~` and other variables ($SCRATCH/hf), as there.
     """
     found = os.environ if variables is None else variables
-    if found.get("HF_HUB_CACHE"):
-        return Path(found["HF_HUB_CACHE"]).expanduser()
-    caches = Path(found.get("XDG_CACHE_HOME") or "~/.cache")
-    home = Path(found.get("HF_HOME") or caches / "huggingface")
-    return home.expanduser() / "hub"
+
+    def path(text: str) -> Path:
+        return Path(Template(text).safe_substitute(found)).expanduser()
+
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if found.get(name):
+            return path(found[name])
+    if found.get("HF_HOME"):
+        return path(found["HF_HOME"]) / "hub"
+    return path(found.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface" / "hub"
 
 
 def _threads(text: str) -> int | None:

@@ -20,7 +20,7 @@ from kdtree_engine.checkpoints.write import make_checkpoint, write_model
 from kdtree_engine.config import DraftMask, RopeConfig
 from kdtree_engine.errors import DrafterError
 from kdtree_engine.kernels.fp8 import Fp8Tensor
-from kdtree_engine.kernels.int4 import dequantise, quantise
+from kdtree_engine.kernels.int4 import Int4Tensor, dequantise, quantise
 from kdtree_engine.tokenizer.chat import detect_family
 
 FAMILIES = ("k2.6", "deepseek-v3")
@@ -72,7 +72,8 @@ def test_round_trip(tmp_path: Path, family: str, limit: int | None) -> None:
                     assert experts.form(expert, projection) == "dense"
                     values.append(raw[module + ".weight"])
                     continue
-                packed = experts.packed(expert, projection)
+                packed = experts.stored(expert, projection)
+                assert isinstance(packed, Int4Tensor)
                 assert torch.equal(packed.packed, raw[module + ".weight_packed"])
                 assert torch.equal(packed.scale, raw[module + ".weight_scale"])
                 values.append(dequantise(packed))
@@ -137,28 +138,43 @@ def test_fp8_round_trip(tmp_path: Path) -> None:
     assert deepseek.notes == ("skipped the multi-token-prediction layer 4 (77 tensors)",)
 
 
+TOKENS = {"added_tokens_decoder": {"9": {"content": "<think>"}}}
+
+
 @pytest.mark.parametrize(
-    ("file", "content", "family"),
+    ("files", "family"),
     [
-        ("x.json", {}, "k2"),
+        ({}, "k2"),
+        ({"tokenizer_config.json": {"chat_template": "x"}}, "k2"),
+        ({"tokenizer_config.json": TOKENS}, "k2-thinking"),
+        ({"tokenizer_config.json": {"chat_template": "x <think>"}}, "k2-thinking"),
+        ({"tokenizer_config.json": TOKENS | {"chat_template": "x"}}, "k2"),
+        ({"chat_template.jinja": "{{ '<think>' }}"}, "k2-thinking"),
+        ({"chat_template.jinja": "{{ 1 }}"}, "k2"),
+        ({"chat_template.jinja": "{{ 1 }}", "tokenizer_config.json": TOKENS}, "k2"),
+        # An older template that the file beside it has replaced.
+        ({"chat_template.jinja": "x", "tokenizer_config.json": {"chat_template": "<think>"}}, "k2"),
+        ({"chat_template.json": {"chat_template": "x"}, "tokenizer_config.json": TOKENS}, "k2"),
+        ({"chat_template.json": {"chat_template": "<think>"}}, "k2-thinking"),
         (
-            "tokenizer_config.json",
-            {"added_tokens_decoder": {}, "chat_template": "<|im_user|>"},
-            "k2",
+            {
+                "chat_template.json": {"chat_template": "<think>"},
+                "tokenizer_config.json": {"chat_template": "x"},
+            },
+            "k2-thinking",
         ),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"9": {"content": "<think>"}}}, None),
-        ("tokenizer_config.json", {"chat_template": "x <think>"}, None),
-        ("chat_template.jinja", "{{ '<think>' }}", None),
-        ("chat_template.jinja", "{{ 1 }}", "k2"),
     ],
 )
 def test_k2_and_k2_thinking_are_told_apart_as_chat_does(
-    tmp_path: Path, file: str, content: Any, family: str | None
+    tmp_path: Path, files: dict[str, Any], family: str
 ) -> None:
     make_checkpoint(tmp_path, "k2-thinking")
-    (tmp_path / file).write_text(content if isinstance(content, str) else json.dumps(content))
+    assert open_model(tmp_path).config.family == "k2-thinking" == detect_family(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    for name, content in files.items():
+        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
     config = open_model(tmp_path).config
-    assert config.family == (family or "k2-thinking") == detect_family(tmp_path)
+    assert config.family == family == detect_family(tmp_path)
     assert config.quantization == "int4"
 
 

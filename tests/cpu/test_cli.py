@@ -81,6 +81,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Script:
                     prompt_tokens=5,
                     stats=FakeStats(),
                     error=script.failure,
+                    stopped_by=None,
+                    log_probs=None,
+                    prompt_log_probs=None,
                 )
                 last = at == len(script.pieces) - 1
                 yield SimpleNamespace(
@@ -95,7 +98,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Script:
     for name, content in {
         "kdtree_engine.engine": {},
         "kdtree_engine.engine.llm": {"LLM": LLM},
-        "kdtree_engine.engine.request": {"SamplingParams": SamplingParams},
+        "kdtree_engine.engine.sampling_params": {"SamplingParams": SamplingParams},
     }.items():
         module = ModuleType(name)
         vars(module).update(content)
@@ -176,7 +179,10 @@ def test_options_reach_the_engine(engine: Script) -> None:
     arguments = (
         "generate folder --prompt-ids 3,4,5 --max-tokens 7 --temperature 0.5 --top-k 9 --top-p 0.9"
         " --min-p 0.1 --seed 11 --ignore-eos --drafter ngram --tree-nodes chain:3 --device cpu"
-        " --dtype float32 --prefill-chunk 64 --eager"
+        " --dtype float32 --prefill-chunk 64 --eager --stop -x --stop end --min-tokens 2"
+        " --repetition-penalty 1.5 --frequency-penalty 0.5 --presence-penalty -0.5"
+        " --logit-bias 3:-1.5,4:2 --allowed-ids 3,4 --bad-words worse --json --logprobs 2"
+        " --prompt-logprobs 0"
     )
     assert cli.run(arguments.split()) == 0
     assert engine.prompt == [3, 4, 5]
@@ -188,6 +194,16 @@ def test_options_reach_the_engine(engine: Script) -> None:
         "min_p": 0.1,
         "seed": 11,
         "ignore_eos": True,
+        "stop": ["-x", "end"],
+        "min_tokens": 2,
+        "repetition_penalty": 1.5,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "logit_bias": {3: -1.5, 4: 2.0},
+        "allowed_token_ids": [3, 4],
+        "bad_words": ["worse"],
+        "logprobs": 2,
+        "prompt_logprobs": 0,
     }
     assert engine.opened == {
         "model": "folder",

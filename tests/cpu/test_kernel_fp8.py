@@ -95,15 +95,18 @@ def test_words_keep_every_byte_in_its_place() -> None:
 
 
 def test_random_words_hold_no_nan_and_have_the_spread_that_they_say() -> None:
-    values = values_of(random_words((64, 64), CPU, torch.Generator().manual_seed(0))).float()
+    generator = torch.Generator().manual_seed(0)
+    values = values_of(random_words((64, 64), CPU, generator)).float()
     assert values.isfinite().all()
     assert values.std().item() == pytest.approx(RANDOM_SPREAD, rel=0.05)
     assert abs(values.mean().item()) < 0.1 * RANDOM_SPREAD
-    made = random_linear(130, 200, torch.bfloat16, CPU, 0.02, quantised=True)
-    assert made.matrix().float().std().item() == pytest.approx(0.02, rel=0.1)
-    layer = random_packed_experts(2, 256, 128, 64, CPU, planes=2)
+    # Of 1024 scales, whose squares spread by 0.54 of their mean: 1.7% of it for the mean of all.
+    for quantised in (True, False):
+        made = random_linear(2048, 2048, torch.bfloat16, CPU, 0.02, quantised, generator)
+        assert made.matrix().float().std().item() == pytest.approx(0.02, rel=0.03)
+    layer = random_packed_experts(1, 512, 512, 64, CPU, generator, planes=2)
     for weight, up in ((layer.up, True), (layer.down, False)):
-        assert unpack_expert(weight, 1, up).float().std().item() == pytest.approx(0.027, rel=0.1)
+        assert unpack_expert(weight, 0, up).float().std().item() == pytest.approx(0.027, rel=0.04)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.0123456, 3e-38])
@@ -168,7 +171,7 @@ def run_linear(x: Tensor, packed: PackedLinear, tiles: Tiles) -> Tensor:
     return linear.add_parts(parts, packed.columns, torch.float32)
 
 
-@pytest.mark.parametrize(("columns", "depth"), [(130, 256), (70, 300), (256, 640)])
+@pytest.mark.parametrize(("columns", "depth"), [(130, 256), (70, 300), (128, 640)])
 def test_linear_is_that_of_the_dense_weight(columns: int, depth: int) -> None:
     weight = whole(columns, depth)
     packed = pack_linear(weight, torch.float32, CPU)

@@ -84,7 +84,7 @@ def engine_of(folder: Path, kernels: bool) -> Engine:
     target = load_target(open_model(folder), torch.float32, CPU, kernels=kernels)
     network = load_drafter(open_drafter(folder / "drafter"), torch.float32, CPU)
     network = build_drafter(
-        network.config, drafter_tensors(network), torch.float32, CPU, kernels=kernels
+        network.config, drafter_tensors(network), torch.float32, CPU, kernels, network.tokens
     )
     config, draft = target.config, network.config
     layout = CacheLayout(3, 3)

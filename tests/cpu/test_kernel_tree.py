@@ -11,6 +11,7 @@ from torch import Tensor
 from kdtree_engine.kernels import cache_commit
 from kdtree_engine.kernels.cache_commit import cases as commit_cases
 from kdtree_engine.kernels.cache_commit import reference as commit_reference
+from kdtree_engine.kernels.gumbel import NoiseWanted, _launch_bounds
 from kdtree_engine.kernels.tree_accept import _launch_accept, tree_accept
 from kdtree_engine.kernels.tree_accept import cases as accept_cases
 from kdtree_engine.kernels.tree_build import (
@@ -35,9 +36,10 @@ def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
 
 def compare(log_probs: Tensor, tokens: Tensor, budget: int, **options: object) -> BuiltTrees:
     want = tree_build(log_probs, tokens, budget, **options)
-    trees, ancestors, rows = _launch_tree(log_probs, tokens, budget, **options)
+    trees, ancestors, rows, noise = _launch_tree(log_probs, tokens, budget, **options)
     assert_same(trees, want)
-    assert torch.equal(ancestors, tree_mask(want.parents)) and rows is None
+    assert torch.equal(ancestors, tree_mask(want.parents))
+    assert rows is None and noise is None
     return want
 
 
@@ -134,6 +136,27 @@ def test_limits_and_rows(chain: bool) -> None:
     assert plan.rows.tokens[:, 0].tolist() == (torch.arange(6) * 11).tolist()
     assert int(plan.rows.positions.max()) == 99 and plan.rows.slots[2].tolist()[:2] == [128, 129]
     assert int(plan.rows.tokens.min()) >= 0
+
+
+@pytest.mark.parametrize("helpers", [1, 3])
+def test_noise_comes_with_the_trees(helpers: int) -> None:
+    """As bounds_kernel makes it, and where the temperature is 0 untouched; the trees unchanged."""
+    case = build_cases.CASES["peaked"]._replace(budget=15)
+    log_probs, tokens = build_cases.inputs(case)
+    places = TreePlaces(
+        torch.tensor([5, 6]), torch.tensor([60, 2**31 - 9]).int(), torch.tensor([0, 64])
+    )
+    seeds, depths, vocab = torch.tensor([3, -(2**60)]), 3, 1300
+    for heat in ([0.7, 1.0], [1.0, 0.0]):
+        wanted = NoiseWanted(seeds, torch.tensor(heat), depths, vocab)
+        got = _launch_tree(
+            log_probs, tokens, 15, None, None, False, places, 1 << 31, wanted, helpers
+        )
+        assert_same(got[0], tree_build(log_probs, tokens, 15))
+        assert got[3] is not None and torch.equal(got[3].contexts, places.contexts)
+        want = _launch_bounds(seeds, places.contexts, wanted.temperature, depths, vocab)
+        hot = wanted.temperature > 0
+        assert torch.equal(got[3].values[hot], want.values[hot])
 
 
 @pytest.mark.parametrize("name", mask_cases.CASES)

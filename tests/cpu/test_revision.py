@@ -41,6 +41,11 @@ NAMES: list[tuple[dict[str, Any], str, str | None]] = [
     ({}, "/d/Kimi-K2.6-speculator.dflash", "Kimi-K2.6"),
     ({}, CACHE.format("z-lab--Kimi-K2.5-DFlash"), "Kimi-K2.5"),
     ({}, "/d/dflash", None),
+    ({}, "/d/my-dflash", None),  # tells no version
+    ({}, "/d/my-FP8-dflash", None),
+    (spec("/data/target"), "/d/drafter", None),
+    (spec("/data/target"), "/d/Kimi-K2.6-DFlash", "Kimi-K2.6"),
+    (spec("moonshotai/Kimi-K2.6@main"), "/d/drafter", "Kimi-K2.6"),
     ({}, "/d/drafter", None),
     ({}, "/", None),
 ]
@@ -70,6 +75,20 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any], str, bool]] = [
     ({}, {"_name_or_path": "moonshotai/Kimi-K2.6"}, "/m/target", False),
     (K25, {"_name_or_path": ["odd"], "text_config": 5}, "/m/target", False),
     (K25, {"_name_or_path": ""}, "/m/target", False),
+    (K26, {"_name_or_path": "/ckpt/hf"}, "/m/target", False),
+    (K26, {"_name_or_path": "/ckpt/iter_100"}, "/m/target", False),
+    (K26, {"_name_or_path": "/ckpt/Kimi-K2.5"}, CACHE.format("moonshotai--Kimi-K2.6"), False),
+    (K25, {"_name_or_path": "/ckpt/iter_100"}, CACHE.format("moonshotai--Kimi-K2.6"), True),
+    (K25, {"_name_or_path": "/ckpt/iter_100"}, "/m/Kimi-K2.6", True),
+    (K26, {}, "/m/kimi", False),
+    (K26, {}, "/m/Kimi-latest", False),
+    (K26, {}, "/m/Kimi-K2.6-FP8-dynamic", False),
+    (K25, {}, "/m/Kimi-K2.6-FP8-dynamic", True),
+    (K26, {}, "/m/Kimi-K2.6-int4-g32", False),
+    (K26, {"_name_or_path": "moonshotai/Kimi-K2.6@main"}, "/m/target", False),
+    ({"base_model": "K2.6"}, {}, CACHE.format("moonshotai--Kimi-K2.6"), False),
+    (K26, {}, "/m/k26", False),
+    (spec("/data/target"), {}, "/m/Kimi-K2.6", False),
 ]
 
 
@@ -77,8 +96,14 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any], str, bool]] = [
 def test_who_is_warned(
     drafter: dict[str, Any], target: dict[str, Any], folder: str, warned: bool
 ) -> None:
-    text = revision_warning(drafter, PurePath("/d/drafter"), target, PurePath(folder))
+    text = revision_warning(drafter, PurePath("/d/drafter"), target, [PurePath(folder)])
     assert (text is not None) == warned
     if text is not None:
         assert "Kimi-K2.5" in text and "Kimi-K2.6" in text and "\n" not in text
         assert "K2.5's on K2.6 accepts 16% at 8 tokens, a net loss" in text
+
+
+def test_the_folder_behind_a_link_counts_too() -> None:
+    for given, warned in (("/m/latest", True), ("/m/Kimi-K2.5", False)):
+        paths = [PurePath(given), PurePath("/m/Kimi-K2.6")]
+        assert (revision_warning(K25, PurePath("/d/x"), {}, paths) is not None) == warned

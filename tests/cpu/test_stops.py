@@ -16,8 +16,10 @@ LETTERS = st.text("ab\né", min_size=1, max_size=4)
 class Pieces(TextStream):
     """Token i is the bytes pieces[i]."""
 
-    def __init__(self, pieces: Sequence[bytes]) -> None:
+    def __init__(self, pieces: Sequence[bytes], names: dict[str, int] | None = None) -> None:
         class Bytes:
+            special_ids = names or {}
+
             def token_bytes(self, token: int) -> bytes:
                 return pieces[token]
 
@@ -83,3 +85,22 @@ def test_a_text_without_stops_is_as_it_was() -> None:
     pieces = [b"a", "é".encode()[:1], "é".encode()[1:], b"b", b"\xff"]
     stream = StopStream(Pieces(pieces), ())
     assert "".join(stream.push([token]) for token in range(5)) + stream.finish() == "aéb\ufffd"
+
+
+def test_special_tokens_are_no_text() -> None:
+    """A stop matches one by its whole name, not inside it, and not across it."""
+    pieces = [b"so th", b"</think>", b"ink", b" stop"]
+    names = {"</think>": 1}
+    stream = StopStream(Pieces(pieces, names), ["think", "r</", "th</think>ink"])
+    assert stream.push(range(4)) + stream.finish() == "so th</think>ink stop"
+    assert stream.found is None
+    stream = StopStream(Pieces(pieces, names), ["</think>"])
+    assert stream.push(range(4)) == "so th" and stream.found == "</think>"
+    held = StopStream(Pieces(pieces, names), ["think"])  # what is held is let go before it
+    assert held.push([0]) == "so " and held.push([1]) == "th</think>"
+
+
+def test_tokens_taken_out_count_as_unread() -> None:
+    stream = StopStream(Pieces([b"a", b"b"]), ["b"], after=2)
+    stream.skip(1)
+    assert stream.push([0]) == "a" and stream.push([1]) == "" and stream.found == "b"

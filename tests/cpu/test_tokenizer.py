@@ -173,7 +173,7 @@ def test_broken_vocabulary(
 
 
 def test_missing_or_unreadable_files(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match=r"cannot read .*tiktoken\.model: No such file"):
+    with pytest.raises(TokenizerError, match=r"tiktoken\.model: no such file"):
         Tokenizer.from_folder(tmp_path / "nowhere")
     write_folder(tmp_path, byte_lines(), NAMES)
     (tmp_path / "tokenizer_config.json").write_text("{")
@@ -183,7 +183,7 @@ def test_missing_or_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="added_tokens_decoder"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
-    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: No such file"):
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: no such file"):
         Tokenizer.from_folder(tmp_path)
 
 

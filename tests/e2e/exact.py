@@ -3,10 +3,12 @@ it the contract under page pressure (pressure.py) and the distribution of sample
 (distribution.py).
 
     python tests/e2e/exact.py [product | short] [--minutes M] [--shards N] [--only AXIS=VALUE,...]
+        [--device cpu | cuda] [--eager]
 
-`short` runs the covering array of `make test` instead. Prints a line every few seconds, writes a
-JSON summary (a complete product into tests/e2e/exact_summary.json, which is committed) and ends
-with 1 on a violation, 2 if it broke off.
+`short` runs the covering array of `make test` instead. On CUDA steps are captured, and words are
+not drawn: those need a CPU. Prints a line every few seconds, writes a JSON summary (a complete
+product on a CPU into tests/e2e/exact_summary.json, which is committed) and ends with 1 on a
+violation, 2 if it broke off.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ AnyCase = Case | Pressure | Draws
 Unit = tuple[str, list[AnyCase]]  # which of `KINDS`, and cases that share plain answers
 Item = tuple[str, AnyCase, Report]
 KINDS = ("draws", "pressure", "generate", "prompt")
+SECONDS = {"draws": 20.0, "pressure": 6.0, "generate": 0.3, "prompt": 2.0}  # of a case, about
+SLOWER = {"packaged": 3.0}  # models, so many times
 
 
 def plan(args: argparse.Namespace) -> list[Unit]:
@@ -64,8 +68,9 @@ def plan(args: argparse.Namespace) -> list[Unit]:
         for pages in AXES["pages"]
     ]
     whole = args.mode == "product"
+    draws = full_draws() if whole else quick_draws()
     kinds: dict[str, Sequence[AnyCase]] = {
-        "draws": full_draws() if whole else quick_draws(),
+        "draws": draws if args.device == "cpu" else [],
         "pressure": pressure_cases() if whole else pressure_cases(QUICK_AXES),
         "generate": cases,
         "prompt": prompts,
@@ -76,26 +81,34 @@ def plan(args: argparse.Namespace) -> list[Unit]:
         values = vars(case)
         if all(str(values.get(axis)) in value.split("|") for axis, value in wanted.items()):
             units.setdefault(_shared(kind, case), (kind, []))[1].append(case)
-    return [units[key] for key in sorted(units)]
+    return sorted(units.values(), key=_cost, reverse=True)
+
+
+def _cost(unit: Unit) -> float:
+    """About how many seconds of one core."""
+    kind, cases = unit
+    return sum(SECONDS[kind] * SLOWER.get(getattr(case, "model", ""), 1.0) for case in cases)
 
 
 def _shared(kind: str, case: AnyCase) -> tuple[Any, ...]:
-    """What cases of one unit have in common; the longest units come first."""
+    """What cases of one unit have in common."""
     if isinstance(case, Draws):
-        return (-1, kind, case.mode, case.filters, 0)
+        return (kind, case.mode, case.filters)
     variant = case.variant if isinstance(case, Case) else 0
-    return (MODELS.index(case.model), kind, case.dtype, case.sampling, variant)
+    return (kind, case.model, case.dtype, case.sampling, variant)
 
 
-def work(tasks: Any, results: Any, threads: int) -> None:
+@torch.inference_mode()
+def work(tasks: Any, results: Any, args: argparse.Namespace) -> None:
     """A process: takes units until there is None, reports every case."""
-    torch.set_num_threads(threads)
+    torch.set_num_threads(args.threads)
     logging.getLogger("kdtree_engine").setLevel(logging.ERROR)  # drafters are bad on purpose
     with tempfile.TemporaryDirectory() as home:
-        models = Models(Path(home))
+        models = Models(Path(home), torch.device(args.device))
         while (unit := tasks.get()) is not None:
             # plain answers live as long as the unit
-            contract, under_pressure = Contract(models), UnderPressure(models)
+            contract = Contract(models, args.eager)
+            under_pressure = UnderPressure(models, args.eager)
             kind, cases = unit
             for case in cases:
                 if isinstance(case, Draws):
@@ -161,7 +174,7 @@ def run(units: list[Unit], args: argparse.Namespace) -> Tally:
     for unit in [*units, *[None] * args.shards]:
         tasks.put(unit)
     workers = [
-        context.Process(target=work, args=(tasks, results, args.threads), daemon=True)
+        context.Process(target=work, args=(tasks, results, args), daemon=True)
         for _ in range(args.shards)
     ]
     for worker in workers:
@@ -236,7 +249,9 @@ def summary(tally: Tally, args: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_second": round(tally.tokens / tally.seconds, 1),
         "processes": args.shards,
         "threads_each": args.threads,
-        "commit": commit(),
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "captured": args.device == "cuda" and not args.eager,
+        "commit": args.commit or commit(),
         **machine(),
     }
 
@@ -249,6 +264,9 @@ def main() -> int:
     parser.add_argument("--shards", type=int, default=2, help="processes")
     parser.add_argument("--threads", type=int, default=1, help="threads of each process")
     parser.add_argument("--only", default="", help="axis=value|value,axis=value: these cases only")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--eager", action="store_true", help="on CUDA: capture no steps")
+    parser.add_argument("--commit", help="what to record where the source has no git history")
     parser.add_argument("--summary", type=Path, help="where to write the summary")
     args = parser.parse_args()
     units = plan(args)
@@ -256,6 +274,7 @@ def main() -> int:
     tally = run(units, args)
     found = summary(tally, args)
     whole = args.mode == "product" and found["complete"] and not args.only
+    whole &= args.device == "cpu"
     path = args.summary or (SUMMARY if whole else None)
     text = json.dumps(found, indent=2) + "\n"
     if path is not None:

@@ -78,7 +78,9 @@ def run_exact(folder: Path, only: str, *options: str, threads: int = 1) -> dict[
 
 def test_make_exact_works(tmp_path: Path) -> None:
     """A few cases of it, those under pressure included, in two processes."""
-    found = run_exact(tmp_path, "model=groups,nodes=7")
+    few = "model=groups,nodes=7|chain,options=penalties|none,drafter=random|none|dflash"
+    found = run_exact(tmp_path, few)
+    assert found["device"] == "cpu" and not found["captured"]
     assert found["cases"] > 0 and found["generated_tokens_compared"] > 10 * found["cases"]
     assert found["preemptions"] > 0 and found["tokens_compared_under_pressure"] > 500
 

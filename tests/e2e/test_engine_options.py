@@ -287,7 +287,7 @@ def test_the_command_writes_json(folder: Path) -> None:
 
 def test_capacity_through_the_api(folder: Path) -> None:
     llm = load(folder, cache_pages=1)
-    refused(CapacityError, "needs 2 cache pages", lambda: llm.generate(prompt(60), greedy(5)))
+    refused(CapacityError, "needs 2 cache pages", lambda: llm.generate(prompt(60), greedy(6)))
 
 
 def test_settings_that_no_tensor_holds(folder: Path) -> None:
@@ -335,8 +335,6 @@ def test_memory_is_asked_before_anything_is_loaded(
         weight.numel() for weight in weights_of(load_target(open_model(folder), torch.float32, cpu))
     )
     assert memory.weight_bytes(config, torch.float32, cpu) == 4 * (dense + experts)
-    packed = memory.weight_bytes(config, torch.bfloat16, torch.device("cuda"))
-    assert packed == 2 * dense + experts // 2 + experts // 16  # nibbles, and a scale for 32 of them
     monkeypatch.setattr(memory, "free_bytes", lambda device: 100_000)
     monkeypatch.setattr(build, "load_target", None)  # would fail if it were reached
     refused(CapacityError, "the weights take", lambda: LLM(folder, device="cpu"))

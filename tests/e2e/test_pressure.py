@@ -223,9 +223,12 @@ def test_cancelled_in_every_state(state: str, runner: str, folder: Path) -> None
     engine = tight(folder, "dflash", runner).engine
     requests, got = [engine.add(*job) for job in work()], dict[int, list[int]]()
     found: list[Request] = []
-    while not found:
+    for _ in range(500):  # every state comes within some tens of steps
+        if found:
+            break
         step(engine, got)
         found = [one for one in requests if _state(engine, one) == state]
+    assert found, f"no request was ever {state}"
     leaving = found[-1]
     if state == "preempted":
         assert engine.scheduler.waiting[0] is found[0] and leaving.output_ids
@@ -249,8 +252,16 @@ def _state(engine: Engine, request: Request) -> str:
 
 
 def test_streams_closed_under_pressure(folder: Path) -> None:
-    """A reader that leaves, one that stays, and one whose request is preempted meanwhile."""
+    """A reader that leaves, others that stay, some with requests that are preempted meanwhile."""
     llm = tight(folder, "dflash", "ahead")
+    preempted: list[Request] = []
+    original = llm.engine.scheduler.preempt
+
+    def preempt() -> None:
+        preempted.append(llm.engine.scheduler.running[-1])
+        original()
+
+    llm.engine.scheduler.preempt = preempt  # type: ignore[method-assign]
     jobs = work()
     streams = [llm.stream(*job) for job in jobs]
     texts: list[list[int]] = [[] for _ in jobs]
@@ -269,6 +280,7 @@ def test_streams_closed_under_pressure(folder: Path) -> None:
         answer = plain(folder, *jobs[index])
         assert texts[index] == (answer if index != 1 else answer[: len(texts[index])])
     assert not llm.engine.has_work and not llm._inboxes
+    assert preempted
 
 
 class Interrupter:

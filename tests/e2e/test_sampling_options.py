@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,10 @@ def test_log_probs(llm: LLM, temperature: float) -> None:
             abs(found - want) < 1e-5
             for (_, found), want in zip(one.top, best.values.tolist(), strict=True)
         )
+    samples = llm.generate(ids, replace(params, n=3))
+    assert [one.prompt_log_probs for one in samples] == [out.prompt_log_probs] * 3
+    assert samples[0].log_probs == out.log_probs
+    assert samples[1].stats.cached_tokens > 0, "the prompt is computed, and scored, once"
     [none] = llm.generate(ids, greedy(3, logprobs=0))
     assert none.log_probs is not None and all(one.top == () for one in none.log_probs)
     [off] = llm.generate(ids, greedy(3))

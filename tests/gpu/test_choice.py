@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kdtree_engine.kernels.gumbel import NoiseWanted, gumbel, noise_bounds
 from kdtree_engine.kernels.gumbel import cases as gumbel_cases
-from kdtree_engine.kernels.gumbel import gumbel
 from kdtree_engine.kernels.gumbel import reference as gumbel_reference
 from kdtree_engine.kernels.sample import _launch_sample, sample
 from kdtree_engine.kernels.sample import cases as sample_cases
@@ -73,6 +73,31 @@ def test_tokens_of_the_whole_vocabulary(spread: float, grid: float) -> None:
     few = [value[:8] for value in inputs]
     for chunk, margin in ((1024, 2.0**-14), (4096, 2.0**-14), (4096, 0.5)):
         assert torch.equal(_launch_sample(*few, chunk=chunk, margin=margin).tokens, got[:8])
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 5001])
+@pytest.mark.parametrize("spread", [0.01, 2.0, 6.0])
+def test_bounds_of_the_noise_change_no_token(vocab: int, spread: float) -> None:
+    """Four requests of 16 rows over 5 positions, of which the bounds know 4."""
+    heats, rows = torch.tensor([0.0, 0.7, 1.0, 1.5], device="cuda"), 64
+    case = sample_cases.CASES["mixed"]._replace(rows=rows, vocab=vocab, spread=spread)
+    inputs = list(on_device(case, 1))
+    contexts = torch.tensor([0, 70, 2**31 - 3, 9], dtype=torch.int32, device="cuda")
+    seeds = torch.tensor([3, -(2**60), 8, 2**40], device="cuda")
+    depth = torch.arange(rows, device="cuda") % 16 % 5
+    inputs[1], inputs[5] = (value.repeat_interleave(16) for value in (heats, seeds))
+    inputs[6] = contexts.long().repeat_interleave(16) + 1 + depth
+    noise = noise_bounds(NoiseWanted(seeds, heats, 4, vocab), contexts)
+    assert noise is not None
+    positions = (contexts.long()[:, None] + 1 + torch.arange(4, device="cuda")).flatten()
+    true = gumbel(seeds.repeat_interleave(4), positions, vocab).view(4, 4, vocab)[1:]
+    over = noise.values[1:].double() - true.double()
+    assert bool((over > 0).all()) and float(over.max()) < 23 * 1.5 * 2.0**-10 + 2.0**-14
+    want = sample_reference.sample(*inputs)[0]
+    assert torch.equal(sample(*inputs, noise).tokens, want)
+    assert torch.equal(sample(*inputs).tokens, want)
+    for tiles in ({"wide": 16}, {"choose_warps": 16}, {"rows_a_tile": 4, "chunk": 2048}):
+        assert torch.equal(_launch_sample(*inputs, noise, **tiles).tokens, want)
 
 
 def test_many_rows() -> None:

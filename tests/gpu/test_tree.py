@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kdtree_engine.kernels import cache_commit
 from kdtree_engine.kernels.cache_commit import reference as commit_reference
+from kdtree_engine.kernels.gumbel import NoiseWanted, noise_bounds
 from kdtree_engine.kernels.tree_accept import cases as accept_cases
 from kdtree_engine.kernels.tree_accept import reference as accept_reference
 from kdtree_engine.kernels.tree_accept import tree_accept
@@ -60,9 +61,15 @@ def test_ties_disorder_limits_and_chains(seed: int) -> None:
     options = (63, places, 150, depth, nodes, seed % 7 == 0)
     want = plan_trees(log_probs, tokens, *options)
     on_device = TreePlaces(*(value.cuda() for value in places))
+    heat = (torch.arange(300, device="cuda") % 3).float()
+    noise = NoiseWanted(torch.arange(300, device="cuda") - 150, heat, 2, 777 + 256 * seed)
     got = plan_trees(
-        log_probs.cuda(), tokens.cuda(), 63, on_device, 150, depth.cuda(), nodes.cuda(), options[-1]
-    )
+        log_probs.cuda(), tokens.cuda(), 63, on_device, 150, depth.cuda(), nodes.cuda(),
+        options[-1], noise,
+    )  # fmt: skip
+    bounds = noise_bounds(noise, on_device.contexts)
+    assert bounds is not None and got.noise is not None
+    assert_same((got.noise.values[heat > 0],), (bounds.values[heat > 0],))
     assert_same(got.trees, want.trees)
     assert_same((got.ancestors, *got.rows), (want.ancestors, *want.rows))
 

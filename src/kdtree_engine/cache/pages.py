@@ -70,13 +70,17 @@ class PageAllocator:
         self._idle = OrderedDict.fromkeys([*known, *self._chain_of])
         self._free = [page for page in range(self.count) if page not in self._chain_of]
 
-    def share_prefix(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Take the known pages that begin `tokens`, at most `most` of them."""
+    def share_prefix(
+        self, tokens: Sequence[int], most: int, chains: list[bytes] | None = None
+    ) -> list[int]:
+        """Take the known pages that begin `tokens`, at most `most` of them. chains: as in `extend`,
+        to be kept by the caller.
+        """
         pages: list[int] = []
-        chain = b""
-        for first in range(0, min(len(tokens) // PAGE_SIZE, most) * PAGE_SIZE, PAGE_SIZE):
-            chain = self.chain(chain, tokens[first : first + PAGE_SIZE])
-            page = self._page_of.get(chain)
+        chains = [] if chains is None else chains
+        for index in range(min(len(tokens) // PAGE_SIZE, most)):
+            self.extend(chains, tokens, index + 1)
+            page = self._page_of.get(chains[index])
             if page is None:
                 break
             self._idle.pop(page, None)
@@ -84,11 +88,17 @@ class PageAllocator:
             pages.append(page)
         return pages
 
-    def chain(self, previous: bytes, tokens: Sequence[int]) -> bytes:
-        """Hash of a full page's tokens after the chain `previous` (empty for the first page)."""
-        assert len(tokens) == PAGE_SIZE
-        data = previous + b"".join(token.to_bytes(4, "little") for token in tokens)
-        return hashlib.blake2b(data, key=self._key, digest_size=16).digest()
+    def extend(self, chains: list[bytes], tokens: Sequence[int], count: int) -> None:
+        """Append the hashes of the token chains that end with the full pages of `tokens`, up to
+        `count` of them. A request keeps its list: its tokens only grow, and a long prompt that
+        waits is not to be hashed at every step.
+        """
+        for first in range(len(chains) * PAGE_SIZE, count * PAGE_SIZE, PAGE_SIZE):
+            page = tokens[first : first + PAGE_SIZE]
+            assert len(page) == PAGE_SIZE
+            data = chains[-1] if chains else b""
+            data += b"".join(token.to_bytes(4, "little") for token in page)
+            chains.append(hashlib.blake2b(data, key=self._key, digest_size=16).digest())
 
     def publish(self, page: int, chain: bytes) -> None:
         """Make a full page findable. If another page already holds this chain, that one stays."""

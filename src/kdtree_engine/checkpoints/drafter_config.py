@@ -11,7 +11,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kdtree_engine.checkpoints.model_config import CONFIG_FILE, MAX_LAYERS, MAX_POSITIONS
+from kdtree_engine.checkpoints.model_config import (
+    CONFIG_FILE,
+    DRAFTER_KEYS,
+    FAMILIES,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+)
 from kdtree_engine.checkpoints.reader import check_folder, read_json
 from kdtree_engine.checkpoints.rope_config import read_rope
 from kdtree_engine.checkpoints.section import Section
@@ -20,6 +26,9 @@ from kdtree_engine.errors import ConfigError, DrafterError
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 
+MAX_BLOCK = 256
+"""More slots than any drafter has: a step computes each of them."""
+
 DFLASH_2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
@@ -27,7 +36,7 @@ def is_drafter(folder: Path) -> bool:
     """Whether the config of a folder speaks of a drafter, in any layout. ConfigError if broken."""
     check_folder(folder)
     data = read_json(folder, CONFIG_FILE, ConfigError)
-    return "dflash_config" in data or "speculators_model_type" in data
+    return any(key in data for key in DRAFTER_KEYS)
 
 
 def read_drafter_config(folder: Path) -> DrafterConfig:
@@ -36,8 +45,10 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
     ConfigError for a key that is absent or not implemented, DrafterError for values with which no
     draft could work (mask token outside the vocabulary, block of fewer than 2).
     """
-    where = str(folder / CONFIG_FILE)
-    return parse_drafter_config(read_json(folder, CONFIG_FILE, ConfigError), where)
+    data = read_json(folder, CONFIG_FILE, ConfigError)
+    if data.get("model_type") in FAMILIES and not any(key in data for key in DRAFTER_KEYS):
+        raise ConfigError(f"{folder}: is a model, not a drafter; give it as MODEL (model=)")
+    return parse_drafter_config(data, str(folder / CONFIG_FILE))
 
 
 def parse_drafter_config(data: dict[str, Any], where: str) -> DrafterConfig:
@@ -72,10 +83,10 @@ def _zlab(top: Section) -> DrafterConfig:
     )
     return DrafterConfig(
         **_network(top),
-        block_size=_either(top, inner, "block_size"),
+        block_size=_either(top, inner, "block_size", MAX_BLOCK),
         mask_token_id=inner.size("mask_token_id", least=0),
         tap_layers=inner.ids("target_layer_ids"),
-        num_target_layers=_either(top, inner, "num_target_layers"),
+        num_target_layers=_either(top, inner, "num_target_layers", MAX_LAYERS),
         masks=masks,
         draft_vocab_size=top.size("draft_vocab_size") if "draft_vocab_size" in top else None,
     )
@@ -138,7 +149,7 @@ def _speculators(top: Section) -> DrafterConfig:
         )
     return DrafterConfig(
         **_network(inner),
-        block_size=top.size("block_size"),
+        block_size=top.size("block_size", most=MAX_BLOCK),
         mask_token_id=top.size("mask_token_id", least=0),
         tap_layers=tuple(one - 1 for one in taps),
         num_target_layers=None,
@@ -190,11 +201,11 @@ def check_drafter(drafter: DrafterConfig, target: ModelConfig) -> None:
         )
 
 
-def _either(top: Section, inner: Section, key: str) -> int:
+def _either(top: Section, inner: Section, key: str, most: int) -> int:
     """A size that may stand at top level or in dflash_config; ConfigError if the two disagree."""
     if key in top and key in inner and top.size(key) != inner.size(key):
         raise top.error(key, f"is {top.size(key)}, but dflash_config says {inner.size(key)}")
-    return (inner if key in inner else top).size(key)
+    return (inner if key in inner else top).size(key, most=most)
 
 
 def _refuse_variants(top: Section, inner: Section) -> None:
@@ -220,6 +231,12 @@ def _layer_types(section: Section) -> tuple[str, ...]:
     """One of LAYER_TYPES a layer; full attention everywhere where the key is absent."""
     layers = section.size("num_hidden_layers", most=MAX_LAYERS)
     types = section.texts("layer_types")
+    if SLIDING in types and not section.flag("use_sliding_window", True):
+        raise section.error(
+            "use_sliding_window",
+            f"is false, but layer_types has {SLIDING}: transformers then sets no limit, other "
+            "readers do; set it true, or those layers to full_attention, as in training",
+        )
     if not types:
         slides = section.flag("use_sliding_window", False)
         if slides and section.size("max_window_layers", layers, least=0) < layers:

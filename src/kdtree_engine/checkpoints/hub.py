@@ -1,8 +1,9 @@
 """Names such as `moonshotai/Kimi-K2.6`, found among what Hugging Face's tools have downloaded.
 
 Nothing is ever fetched. A download of ORG/NAME lies in `models--ORG--NAME` of the cache:
-`refs/REVISION` holds a commit, `snapshots/COMMIT` links to the files, and `blobs` holds these, each
-one called `*.incomplete` until it is there as a whole.
+`refs/REVISION` holds a commit, `snapshots/COMMIT` links to the files, and `blobs` holds these. A
+link is made when its file is there as a whole, so the snapshot alone tells what is there: a
+download that was killed leaves an `*.incomplete` file, which later ones neither use nor remove.
 """
 
 from __future__ import annotations
@@ -11,25 +12,40 @@ import os
 import re
 from os import PathLike
 from pathlib import Path
+from shlex import quote
 
-from kdtree_engine.checkpoints.reader import INDEX_FILE, few, missing_shards, read_weight_map
+from kdtree_engine.checkpoints.model_config import CONFIG_FILE
+from kdtree_engine.checkpoints.reader import (
+    INDEX_FILE,
+    PICKLES,
+    SINGLE_FILE,
+    few,
+    missing_shards,
+    read_weight_map,
+)
 from kdtree_engine.env import hub_cache
 from kdtree_engine.errors import CheckpointError
 
-_WORD = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
-_NAME = re.compile(rf"({_WORD}/{_WORD})(?:@({_WORD}(?:/{_WORD})*))?")
+_WORD = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}"  # the hub's longest names have 96 characters
+_LONGEST = 1000
+_PART = r"[^\x00-\x20\x7f~^:?*\[\\/.][^\x00-\x20\x7f~^:?*\[\\/]*"  # of a branch's name
+_NAME = re.compile(
+    r"(?:https?://(?:huggingface\.co|hf\.co)/)?"
+    rf"({_WORD}/{_WORD})(?:(?:@|/tree/)({_PART}(?:/{_PART})*))?/?"
+)
 
 
 def find_folder(name: str | PathLike[str], cache: Path | None = None) -> Path:
     """The folder that `name` stands for: itself if there is one, else a download.
 
-    `name` may be ORG/NAME or ORG/NAME@REVISION (a branch, tag or commit; `main` without one),
-    looked for in `cache`, by default the one of the environment. What does not look like such a
-    name is returned as it is, for the reader to judge. CheckpointError for one that is not there,
-    or not there as a whole.
+    `name` may be ORG/NAME or ORG/NAME@REVISION (a branch, tag or commit; `main` without one), or
+    the model's address on the Hub, looked for in `cache`, by default the one of the environment.
+    What does not look like such a name is returned as it is, for the reader to judge.
+    CheckpointError for one that is not there, or not there as a whole.
     """
-    path = Path(name)
-    match = _NAME.fullmatch(os.fspath(name))
+    text = os.fsdecode(name)
+    path = Path(text)
+    match = _NAME.fullmatch(text) if len(text) <= _LONGEST else None
     if match is None or path.exists():
         return path
     home = hub_cache() if cache is None else cache
@@ -38,7 +54,7 @@ def find_folder(name: str | PathLike[str], cache: Path | None = None) -> Path:
 
 def _snapshot(name: str, revision: str | None, cache: Path) -> Path:
     """The snapshot of ORG/NAME in `cache`."""
-    fetch = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+    fetch = f"hf download {name}" + (f" --revision {quote(revision)}" if revision else "")
     home = cache / f"models--{name.replace('/', '--')}"
     if not home.is_dir():
         raise CheckpointError(
@@ -63,8 +79,12 @@ def _snapshot(name: str, revision: str | None, cache: Path) -> Path:
 
 
 def _check_whole(name: str, home: Path, folder: Path, fetch: str) -> None:
-    """CheckpointError if the download has not ended, or files of the snapshot are lost."""
-    found = []
+    """CheckpointError if files that a model folder needs are not in the snapshot."""
+    names = {path.name for path in folder.iterdir()}
+    found = [] if CONFIG_FILE in names else [f"{CONFIG_FILE} is missing"]
+    weights = {SINGLE_FILE, INDEX_FILE} & names
+    if not weights and not any(name.endswith(PICKLES) for name in names):
+        found.append(f"neither {SINGLE_FILE} nor {INDEX_FILE} is there")
     absent = ""
     if (folder / INDEX_FILE).exists():
         absent = missing_shards(folder, read_weight_map(folder))
@@ -72,10 +92,9 @@ def _check_whole(name: str, home: Path, folder: Path, fetch: str) -> None:
     lost = sorted(path.name for path in folder.iterdir() if not path.exists())
     if lost and not absent:
         found.append(f"links lead nowhere: {few(lost)}")
-    blobs = home / "blobs"
-    partial = [path.name for path in blobs.glob("*.incomplete") if not (blobs / path.stem).exists()]
-    if partial:
-        found.append(f"{len(partial)} files are still incomplete in {blobs}")
+    partial = len(list((home / "blobs").glob("*.incomplete")))
+    if found and partial:
+        found.append(f"downloads that run or were cut off left {partial} .incomplete in blobs")
     if found:
         raise CheckpointError(
             f"{name}: the download in {folder} is not whole ({'; '.join(found)}); finish it with: "

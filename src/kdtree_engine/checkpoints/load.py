@@ -153,7 +153,7 @@ class ModelCheckpoint:
         specs = {}
         for name, spec in expected_tensors(self.config, experts=False).items():
             module = projection_of(name)
-            if module is None or module + SCALE_INV not in stored:
+            if module is None or not _in_fp8(module, stored):
                 specs[name] = spec
                 continue
             rows, columns = spec.shape
@@ -175,6 +175,8 @@ class ModelCheckpoint:
         except CheckpointError as error:
             found.conflicts.append(str(error))
             return {name for specs in forms.values() for name in specs(module, shape)}
+        if form == DENSE and _in_fp8(module, stored):
+            form = FP8  # the scales are missing
         specs = forms[form](module, shape)
         if self._check_declared(module, form, found):
             found.compare(specs, stored)
@@ -202,6 +204,12 @@ class ModelCheckpoint:
         if self._files.unindexed:
             notes.append(f"skipped {self._files.unindexed} tensors that the index does not name")
         return tuple(notes)
+
+
+def _in_fp8(module: str, stored: dict[str, StoredTensor]) -> bool:
+    """Whether a module's tensors are meant as FP8: one of its two is enough."""
+    weight = stored.get(module + WEIGHT)
+    return module + SCALE_INV in stored or (weight is not None and weight.dtype == "F8_E4M3")
 
 
 class ExpertTensors:
@@ -250,13 +258,6 @@ class ExpertTensors:
         """Down, [H, I]."""
         return self.weight(expert, "down_proj", dtype)
 
-    def packed(self, expert: int, projection: str) -> Int4Tensor:
-        """The packed form of an INT4 projection; CheckpointError if it is stored dense."""
-        if self.form(expert, projection) != INT4:
-            module = self._module(expert, projection)
-            raise CheckpointError(f"{self._checkpoint.folder}: {module} is not stored as INT4")
-        return self._int4(expert, projection, own=True)
-
     def pairs(
         self, dtype: torch.dtype = torch.bfloat16
     ) -> Iterator[tuple[Int4Tensor | Fp8Tensor | Tensor, Int4Tensor | Fp8Tensor | Tensor]]:
@@ -269,9 +270,11 @@ class ExpertTensors:
             for expert in range(self.count)
             for projection in PROJECTIONS
         }
-        rows, _ = expert_shape(self._checkpoint.config, "gate_proj")
+        whole = forms == {FP8} and (
+            expert_shape(self._checkpoint.config, "gate_proj")[0] % BLOCK == 0
+        )
         for expert in range(self.count):
-            if forms == {FP8} and rows % BLOCK == 0:
+            if whole:
                 own = [self.stored(expert, projection) for projection in PROJECTIONS]
                 gate, up, down = (weight for weight in own if isinstance(weight, Fp8Tensor))
                 yield joined(gate, up), down

@@ -20,7 +20,7 @@ from kdtree_engine.checkpoints.names import (
     drafter_tensors,
     drafter_vocabulary,
 )
-from kdtree_engine.checkpoints.reader import SafetensorsFolder, StoredTensor, check_folder
+from kdtree_engine.checkpoints.reader import SafetensorsFolder, StoredTensor, check_folder, present
 from kdtree_engine.config import DrafterConfig
 from kdtree_engine.errors import CheckpointError
 
@@ -32,7 +32,7 @@ def open_drafter(folder: str | PathLike[str]) -> DrafterCheckpoint:
     path = Path(folder)
     check_folder(path)
     config = read_drafter_config(path)
-    if (path / MASK_EMBEDDING).exists():
+    if present(path / MASK_EMBEDDING):
         raise CheckpointError(
             f"{path}: holds {MASK_EMBEDDING}, an embedding of the mask token apart from the "
             "embedding; that is not supported, and pickles are not read"

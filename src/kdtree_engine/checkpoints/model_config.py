@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kdtree_engine.checkpoints.quantization import find_quantization, read_quantization
-from kdtree_engine.checkpoints.reader import read_json, read_text
+from kdtree_engine.checkpoints.reader import present, read_json, read_text
 from kdtree_engine.checkpoints.rope_config import read_rope
 from kdtree_engine.checkpoints.section import Section
 from kdtree_engine.config import ModelConfig
@@ -23,6 +23,10 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_JSON = "chat_template.json"
+
+DRAFTER_KEYS = ("dflash_config", "speculators_model_type")
+"""Either stands in a drafter's config.json, in whichever layout, and in no target's."""
 
 MAX_LAYERS = 4096
 """More than any model has: an absurd number must not make us list its tensors."""
@@ -34,32 +38,35 @@ MAX_POSITIONS = 1 << 22
 def read_model_config(folder: Path) -> ModelConfig:
     """The ModelConfig of a model folder. ConfigError names the file and the key at fault."""
     data = read_json(folder, CONFIG_FILE, ConfigError)
+    if any(key in data for key in DRAFTER_KEYS):
+        raise ConfigError(f"{folder}: is a drafter, not a model; give it as --drafter (drafter=)")
     extra_stops: tuple[int, ...] = ()
-    if (folder / GENERATION_FILE).exists():
+    if present(folder / GENERATION_FILE):
         generation = read_json(folder, GENERATION_FILE, ConfigError)
         extra_stops = Section(generation, str(folder / GENERATION_FILE)).ids("eos_token_id")
     config = parse_model_config(data, str(folder / CONFIG_FILE), extra_stops)
-    if config.family == "k2" and _names_thinking(folder):
+    if config.family == "k2" and names_thinking(folder):
         return replace(config, family="k2-thinking")
     return config
 
 
-def _names_thinking(folder: Path) -> bool:
-    """Whether the chat template or the special tokens know <think>: K2-Thinking's mark.
+def names_thinking(folder: Path) -> bool:
+    """Whether the folder's dialogues know <think>: K2-Thinking's mark.
 
-    K2 and K2-Thinking share a model_type, and either may be quantised anew by others, so their
-    dialogues tell them apart, by the rule of tokenizer.chat.
+    K2 and K2-Thinking share a model_type, and either may be quantised anew by others. The chat
+    template decides, the first of those that tokenizer.template looks for; only without one the
+    special tokens do. ConfigError or CheckpointError for a file that is broken.
     """
-    template = folder / TEMPLATE_FILE
-    if template.exists() and "<think>" in read_text(folder, TEMPLATE_FILE, ConfigError):
-        return True
-    if not (folder / TOKENIZER_FILE).exists():
-        return False
-    data = read_json(folder, TOKENIZER_FILE, ConfigError)
-    tokens = data.get("added_tokens_decoder")
+    if present(folder / TEMPLATE_FILE):
+        return "<think>" in read_text(folder, TEMPLATE_FILE, ConfigError)
+    tokens: Any = None
+    for name in (TEMPLATE_JSON, TOKENIZER_FILE):
+        data = read_json(folder, name, ConfigError) if present(folder / name) else {}
+        if data.get("chat_template"):
+            return "<think>" in str(data["chat_template"])
+        tokens = data.get("added_tokens_decoder")
     entries = tokens.values() if isinstance(tokens, dict) else ()
-    named = any(isinstance(one, dict) and one.get("content") == "<think>" for one in entries)
-    return named or "<think>" in str(data.get("chat_template"))
+    return any(isinstance(one, dict) and one.get("content") == "<think>" for one in entries)
 
 
 def parse_model_config(

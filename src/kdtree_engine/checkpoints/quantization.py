@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 
 from kdtree_engine.checkpoints.section import Section
-from kdtree_engine.errors import CheckpointError
+from kdtree_engine.errors import CheckpointError, shown
 from kdtree_engine.kernels.fp8 import BLOCK
 
 DENSE = "dense"
@@ -61,7 +61,9 @@ def _read_compressed_tensors(section: Section) -> str:
         weights = group.section("weights")
         for key, wanted in _INT4_WEIGHTS.items():
             if weights.data.get(key) != wanted:
-                raise weights.error(key, f"is {weights.data.get(key)!r:.60}; supported: {wanted!r}")
+                raise weights.error(
+                    key, f"is {shown(weights.data.get(key))}; supported: {wanted!r}"
+                )
         weights.must_be("actorder")
         weights.must_be("dynamic", False)
     return INT4
@@ -80,7 +82,9 @@ def _read_fp8(section: Section) -> str:
         raise section.error("kv_cache_scheme", "is given; a quantised cache is not supported")
     block = section.data.get("weight_block_size")
     if block != [BLOCK, BLOCK]:
-        raise section.error("weight_block_size", f"is {block!r:.60}; supported: [{BLOCK}, {BLOCK}]")
+        raise section.error(
+            "weight_block_size", f"is {shown(block)}; supported: [{BLOCK}, {BLOCK}]"
+        )
     return FP8
 
 

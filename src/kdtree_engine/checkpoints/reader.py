@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kdtree_engine.errors import CheckpointError, ConfigError
+from kdtree_engine.errors import CheckpointError, ConfigError, TokenizerError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+MAX_TEXT_BYTES = 1 << 28
+"""More than any config, index or vocabulary has: such files are read whole."""
+
+Kind = type[CheckpointError] | type[ConfigError] | type[TokenizerError]
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ def safe_path(folder: Path, name: str) -> Path:
     path = folder / name
     try:
         home, target = folder.resolve(), path.resolve()
-    except (OSError, RuntimeError) as error:  # a loop of links
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links; half a character
         raise CheckpointError(f"{path}: cannot be followed ({error})") from error
     homes = [home]
     if home.parent.name == "snapshots":
@@ -67,18 +75,53 @@ def safe_path(folder: Path, name: str) -> Path:
     return path
 
 
-def read_text(folder: Path, name: str, kind: type[CheckpointError] | type[ConfigError]) -> str:
-    """The text in the file `folder / name`; an error of `kind` if it is absent or unreadable."""
+def present(path: Path) -> bool:
+    """Whether a folder has an entry of that name, if only a link that leads nowhere.
+
+    So a file that has got lost is an error of whoever reads it, not a file that never was.
+    """
+    return os.path.lexists(path)
+
+
+def is_file(path: Path) -> bool:
+    """Whether a path leads to a file; no error of the system's for a name that is none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def read_bytes(folder: Path, name: str, kind: Kind) -> bytes:
+    """What is in the file `folder / name`; an error of `kind` if it is absent or unreadable.
+
+    Only a plain file is opened: a pipe would keep its reader waiting, a device never end.
+    """
     path = safe_path(folder, name)
     try:
-        return path.read_text(encoding="utf-8")
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise kind(f"{path}: is not a file; a model folder holds one")
+        if found.st_size > MAX_TEXT_BYTES:
+            raise kind(
+                f"{path}: has {found.st_size} bytes, which is no such file; expected at most "
+                f"{MAX_TEXT_BYTES}"
+            )
+        return path.read_bytes()
     except FileNotFoundError as error:
         raise kind(f"{path}: no such file; a model folder holds one") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise kind(f"{path}: cannot be read ({error})") from error
 
 
-def read_json(folder: Path, name: str, kind: type[CheckpointError] | type[ConfigError]) -> Any:
+def read_text(folder: Path, name: str, kind: Kind) -> str:
+    """The text in the file `folder / name`, as `read_bytes`."""
+    try:
+        return read_bytes(folder, name, kind).decode()
+    except UnicodeDecodeError as error:
+        raise kind(f"{folder / name}: cannot be read ({error})") from error
+
+
+def read_json(folder: Path, name: str, kind: Kind) -> Any:
     """The object in the JSON file `folder / name`; an error of `kind` if it is absent or broken."""
     path, text = folder / name, read_text(folder, name, kind)
     try:
@@ -104,23 +147,31 @@ def read_weight_map(folder: Path) -> dict[str, str]:
 def missing_shards(folder: Path, weight_map: dict[str, str]) -> str:
     """Which shards of an index are not there, for a message; "" where all are."""
     files = sorted(set(weight_map.values()))
-    absent = [file for file in files if not safe_path(folder, file).is_file()]
+    absent = [file for file in files if not is_file(safe_path(folder, file))]
     return f"{len(absent)} of {len(files)} shards are missing: {few(absent)}" if absent else ""
 
 
 def check_folder(folder: Path) -> None:
     """CheckpointError unless `folder` is an existing directory."""
-    if not folder.exists():
-        raise CheckpointError(f"{folder}: no such folder")
-    if not folder.is_dir():
+    try:
+        found = folder.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"{folder}: no such folder") from error
+    except (OSError, ValueError) as error:  # a loop of links, a name that is too long or no name
+        raise CheckpointError(f"{folder}: cannot be opened ({error})") from error
+    if not stat.S_ISDIR(found.st_mode):
         raise CheckpointError(f"{folder}: is a file, expected a model folder")
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise CheckpointError(f"{folder}: may not be read; change its permissions")
 
 
 class SafetensorsFolder:
     """All tensors of a folder by stored name. Opening reads the headers; nothing is cached.
 
     `tensors` maps a name to its StoredTensor. `unindexed` counts tensors that the index leaves out.
-    The files stay open (mapped, not loaded) until `close` or until the object is dropped.
+    The files stay open (mapped, not loaded) until `close` or until the object is dropped. They must
+    not change meanwhile: a read looks whether its file has the size that it had, but one that
+    shrinks during the read ends the process (SIGBUS), since that is what mapped memory does.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -129,10 +180,11 @@ class SafetensorsFolder:
         self.tensors: dict[str, StoredTensor] = {}
         self.unindexed = 0
         self._files: dict[str, Any] = {}
-        if (folder / SINGLE_FILE).exists() or (folder / SINGLE_FILE).is_symlink():
+        self._sizes: dict[str, int] = {}
+        if present(folder / SINGLE_FILE):
             self._open(SINGLE_FILE)
             self.tensors = self._header(SINGLE_FILE)
-        elif (folder / INDEX_FILE).exists():
+        elif present(folder / INDEX_FILE):
             self._read_index()
         else:
             raise CheckpointError(f"{folder}: {_why_no_weights(folder)}")
@@ -150,8 +202,14 @@ class SafetensorsFolder:
         """Like `read`, but perhaps a view of the mapped file: for use at once, never to be kept."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.folder}: holds no tensor {name}")
-        handle = self._files[self.tensors[name].file]
+        file = self.tensors[name].file
+        handle = self._files[file]
         try:
+            if (self.folder / file).stat().st_size != self._sizes[file]:
+                raise CheckpointError(
+                    f"{self.folder / file}: has changed since it was opened; open the folder again "
+                    "once nothing writes to it"
+                )
             if rows is None and columns is None:
                 tensor = handle.get_tensor(name)
             elif columns is None:
@@ -170,9 +228,10 @@ class SafetensorsFolder:
 
     def _open(self, name: str) -> None:
         path = safe_path(self.folder, name)
-        if not path.is_file():
+        if not is_file(path):
             raise CheckpointError(f"{path}: no such file")
         try:
+            self._sizes[name] = path.stat().st_size
             self._files[name] = safe_open(str(path), framework="pt")
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
@@ -214,7 +273,7 @@ def _why_no_weights(folder: Path) -> str:
     shards = [name for name in files if name.endswith(".safetensors")]
     if shards:
         return f"holds {few(shards)} but no {INDEX_FILE}; download it again"
-    pickles = [name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    pickles = [name for name in files if name.endswith(PICKLES)]
     if pickles:
         return f"holds {few(pickles)}; only safetensors are read, since pickles can run code"
     return f"holds no weights ({SINGLE_FILE}, or shards with {INDEX_FILE})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -20,44 +20,57 @@ _DRAFTER_MARK = re.compile(r"[-_. ]?(dflash|speculator).*", re.IGNORECASE)
 _HUB = re.compile(r"models--.+?--(.+)")
 # A quantised copy of a target has the same drafter.
 _PRECISIONS = re.compile(
-    r"([-_.](nvfp4|mxfp4|fp4|fp8|int4|int8|bf16|fp16|w4a16|w8a8|awq|gptq|quantized))+$",
+    r"([-_. ](bf16|(nv|mx)?fp\d+|int\d+|w\d+a\d+|gs?\d+|\d+bit|awq|gptq|quantized|dynamic|static"
+    r"|block|channel))+$",
     re.IGNORECASE,
 )
 
 
 def revision_warning(
-    drafter: dict[str, Any], drafter_path: PurePath, target: dict[str, Any], path: PurePath
+    drafter: dict[str, Any],
+    drafter_path: PurePath,
+    target: dict[str, Any],
+    paths: Sequence[PurePath],
 ) -> str | None:
-    """A warning where both names are known and differ, from config.json objects and folders.
+    """A warning where two revisions of one model are named, from config.json objects and folders.
 
-    Names are compared without organisation, case, punctuation and precision. A plain folder's name
-    counts as the target's only where it begins with the drafter's word for it ("Kimi"), since a
-    folder may be called anything.
+    paths: the target's folder, as given and resolved. Names are compared without organisation,
+    case, punctuation and precision; "K2.6" is enough for "Kimi-K2.6". A name says something only if
+    it has a digit, and two are of one model only if they begin with the same word: folders and
+    checkpoints of a training run may be called anything.
     """
     wanted = drafted_target(drafter, drafter_path)
     if wanted is None:
         return None
-    found = _first(_texts(target, _TARGET_KEYS)) or _hub_name(path)
-    if found is None and _word(path.name) and _word(path.name) == _word(wanted):
-        found = _plain(path.name)
-    if found is None or _key(found) == _key(wanted):
-        return None
-    return (
-        f"the drafter is for {wanted}, but the target is {found}: a drafter of another revision "
-        "costs more than it gains (K2.5's on K2.6 accepts 16% at 8 tokens, a net loss); take the "
-        "one that was trained for this target, or --drafter ngram"
-    )
+    for name in (
+        *filter(None, map(_hub_name, paths)),
+        *_texts(target, _TARGET_KEYS),
+        *(path.name for path in paths),
+    ):
+        found = _versioned(name)
+        if found is None:
+            continue
+        keys = _key(wanted), _key(found)
+        if keys[0].endswith(keys[1]) or keys[1].endswith(keys[0]):
+            return None
+        if _word(found) == _word(wanted) != "":
+            return (
+                f"the drafter is for {wanted}, but the target is {found}: a drafter of another "
+                "revision costs more than it gains (K2.5's on K2.6 accepts 16% at 8 tokens, a net "
+                "loss); take the one that was trained for this target, or --drafter ngram"
+            )
+    return None
 
 
 def drafted_target(config: dict[str, Any], path: PurePath) -> str | None:
     """The target that a drafter names: in its config, else before "DFlash" in a folder's name."""
-    named = _first(_texts(config, _DRAFTER_KEYS))
-    if named is not None:
-        return named
-    for name in (*_texts(config, _TARGET_KEYS), _hub_name(path), path.name):
-        last = _plain(name) if name else None
-        if last and _DRAFTER_MARK.search(last):
-            return _plain(_DRAFTER_MARK.sub("", last))
+    for name in _texts(config, _DRAFTER_KEYS):
+        if named := _versioned(name):
+            return named
+    for name in (*_texts(config, _TARGET_KEYS), _hub_name(path) or "", path.name):
+        last = _plain(name)
+        if _DRAFTER_MARK.search(last) and (named := _versioned(_DRAFTER_MARK.sub("", last))):
+            return named
     return None
 
 
@@ -73,15 +86,16 @@ def _texts(config: dict[str, Any], keys: Iterable[tuple[str, ...]]) -> list[str]
     return found
 
 
-def _first(names: Iterable[str]) -> str | None:
-    return next((name for name in map(_plain, names) if name is not None), None)
+def _versioned(name: str) -> str | None:
+    """A hub id's or path's own name, None where it tells no version: no digit besides precision."""
+    last = _plain(name)
+    return last if re.search("[0-9]", _key(last)) and re.search("[A-Za-z]", last) else None
 
 
-def _plain(name: str) -> str | None:
-    """A hub id's or path's own name, None for one that says nothing (".", "", a revision)."""
+def _plain(name: str) -> str:
+    """The last part of a hub id or path, without a revision behind it."""
     path = PurePath(name.strip().replace("\\", "/"))
-    last = _hub_name(path) or path.name
-    return last if re.search("[A-Za-z]", last) else None
+    return (_hub_name(path) or path.name).partition("@")[0]
 
 
 def _hub_name(path: PurePath) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdtree_engine.errors import ConfigError
+from kdtree_engine.errors import ConfigError, shown
 
 
 class Section:
@@ -30,7 +30,7 @@ class Section:
         """The object under `key`."""
         value = self._get(key)
         if not isinstance(value, dict):
-            raise self.error(key, f"is {value!r:.60}, expected an object")
+            raise self.error(key, f"is {shown(value)}, expected an object")
         return Section(value, self.where, f"{self.prefix}{key}.")
 
     def size(
@@ -42,7 +42,7 @@ class Section:
             wanted = f"a whole number of at least {least}"
             if isinstance(value, int) and value > most:
                 wanted = f"at most {most}"
-            raise self.error(key, f"is {value!r:.60}, expected {wanted}")
+            raise self.error(key, f"is {shown(value)}, expected {wanted}")
         return value
 
     def number(self, key: str, default: float | None = None, positive: bool = True) -> float:
@@ -52,21 +52,21 @@ class Section:
         # The bound comes first: a whole number of hundreds of digits is no float at all.
         if not good or not abs(value) < 1e300 or (positive and value <= 0):
             kind = "positive number" if positive else "finite number"
-            raise self.error(key, f"is {value!r:.60}, expected a {kind}")
+            raise self.error(key, f"is {shown(value)}, expected a {kind}")
         return float(value)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         """true or false."""
         value = self._get(key, default)
         if not isinstance(value, bool):
-            raise self.error(key, f"is {value!r:.60}, expected true or false")
+            raise self.error(key, f"is {shown(value)}, expected true or false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
         """A string."""
         value = self._get(key, default)
         if not isinstance(value, str):
-            raise self.error(key, f"is {value!r:.60}, expected a string")
+            raise self.error(key, f"is {shown(value)}, expected a string")
         return value
 
     def ids(self, key: str) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ class Section:
         value = self.data.get(key)
         values = value if isinstance(value, list) else [] if value is None else [value]
         if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in values):
-            raise self.error(key, f"is {value!r:.60}, expected whole numbers of at least 0")
+            raise self.error(key, f"is {shown(value)}, expected whole numbers of at least 0")
         return tuple(values)
 
     def one_id(self, key: str) -> int | None:
@@ -86,7 +86,7 @@ class Section:
         value = self.data.get(key)
         values = [] if value is None else value
         if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
-            raise self.error(key, f"is {value!r:.60}, expected a list of strings")
+            raise self.error(key, f"is {shown(value)}, expected a list of strings")
         return tuple(values)
 
     def must_be(self, key: str, *allowed: Any) -> None:
@@ -94,7 +94,7 @@ class Section:
         value = self.data.get(key)
         if value is not None and value not in allowed:
             known = ", ".join(repr(one) for one in allowed) or "no value"
-            raise self.error(key, f"is {value!r:.60}; supported: {known}")
+            raise self.error(key, f"is {shown(value)}; supported: {known}")
 
     def _get(self, key: str, default: Any = None) -> Any:
         value = self.data.get(key)

@@ -66,6 +66,15 @@ class Dims:
     sample_from_anchor: bool = False  # speculators only
 
 
+THINKING_TEMPLATE = """\
+{%- for message in messages -%}
+<|im_{{ message.role }}|>{{ message.role }}<|im_middle|>{{ message.content }}<|im_end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|><think>{%- endif -%}
+"""
+"""A chat template that tells a K2-Thinking folder from K2's; the engine renders either itself."""
+
+
 def model_template(family: str, dims: Dims, form: str | None = None) -> Json:
     """config.json of a target: `family` one of FAMILIES, `form` one of FORMATS or None."""
     assert family in FAMILIES, family

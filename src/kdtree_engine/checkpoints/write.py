@@ -21,6 +21,7 @@ from kdtree_engine.checkpoints.drafter_config import check_drafter, parse_drafte
 from kdtree_engine.checkpoints.model_config import (
     CONFIG_FILE,
     GENERATION_FILE,
+    TEMPLATE_FILE,
     parse_model_config,
 )
 from kdtree_engine.checkpoints.names import (
@@ -63,8 +64,10 @@ def write_model(
     tensors: Mapping[str, Tensor],
     generation_config: Mapping[str, Any] | None = None,
     max_file_bytes: int | None = None,
+    template: str | None = None,
 ) -> None:
-    """Write a model or drafter folder: config.json and the tensors under the names given.
+    """Write a model or drafter folder: config.json, the tensors under the names given and perhaps a
+    chat template.
 
     No weight file exceeds `max_file_bytes`, header included: several become shards with an index,
     in the order of `tensors`. CheckpointError if the folder holds a model already, cannot be
@@ -79,6 +82,8 @@ def write_model(
         _write_weights(path, tensors, shards)
         if generation_config is not None:
             _write_json(path / GENERATION_FILE, generation_config)
+        if template is not None:
+            (path / TEMPLATE_FILE).write_text(template, encoding="utf-8")
         _write_json(path / CONFIG_FILE, config)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written ({error})") from error
@@ -119,8 +124,9 @@ def make_checkpoint(
     config = parse_model_config(data, str(Path(folder) / CONFIG_FILE))
     generation = templates.generation_template(family, dims)
     tensors = random_tensors(config, generator, logit_std)
+    template = templates.THINKING_TEMPLATE if family == templates.K2_THINKING else None
     if not drafter:
-        write_model(folder, data, tensors, generation, max_file_bytes)
+        write_model(folder, data, tensors, generation, max_file_bytes, template)
         return
     home = Path(folder) / "drafter"
     draft_data = templates.drafter_template(dims, config.rope.theta, layout)
@@ -132,7 +138,7 @@ def make_checkpoint(
         draft |= _drafter_vocabulary(draft_config, generator, logit_std)
         embedding = config.tensor_prefix + "model." + EMBED_TOKENS
         draft[EMBED_TOKENS] = tensors[embedding]  # as their training saved it at first
-    write_model(folder, data, tensors, generation, max_file_bytes)
+    write_model(folder, data, tensors, generation, max_file_bytes, template)
     write_model(home, draft_data, draft, None, max_file_bytes)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Protocol, TypeVar
 
@@ -28,7 +29,7 @@ from kdtree_engine.log import progress
 if TYPE_CHECKING:
     from kdtree_engine.cli.show_tree import TreePrinter
     from kdtree_engine.engine.llm import LLM
-    from kdtree_engine.engine.request import RequestOutput
+    from kdtree_engine.engine.request import RequestOutput, TokenLogProb
     from kdtree_engine.engine.sampling_params import SamplingParams
 
 
@@ -69,6 +70,8 @@ def generate(model: str | None = None, /, *, options: GenerateOptions | None = N
         A model folder or a downloaded ORG/NAME; the packaged model without it.
     """
     options = options or GenerateOptions()
+    if not options.json and (options.logprobs, options.prompt_logprobs) != (None, None):
+        raise OptionError("--logprobs and --prompt-logprobs are shown with --json only; add it")
     prompt = read_prompt(options)
     llm = options.open_engine(model)
     params = options.sampling(
@@ -242,10 +245,20 @@ def as_json(output: RequestOutput) -> dict[str, object]:
         ("prompt_logprobs", output.prompt_log_probs),
     ):
         if found is not None:
-            fields[name] = [None if one is None else asdict(one) for one in found]
+            fields[name] = [None if one is None else _as_json(one) for one in found]
     if output.error is not None:
         fields["error"] = output.error
     return fields
+
+
+def _as_json(one: TokenLogProb) -> dict[str, object]:
+    """JSON has no infinities: a token that cannot come has no log-probability."""
+
+    def number(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    top = [[token, number(value)] for token, value in one.top]
+    return {"token": one.token, "log_prob": number(one.log_prob), "top": top}
 
 
 def summary(output: RequestOutput, speed: Speed, sampled: bool) -> str:

@@ -58,15 +58,16 @@ def show(report: TargetReport | DrafterReport) -> None:
         if number:
             console.print()
         console.print(table)
-    for note in report.notes if isinstance(report, TargetReport) else ():
+    for note in report.notes:
         console.print(f"Note: {note}.", markup=False)
 
 
 def as_json(report: TargetReport | DrafterReport) -> dict[str, Any]:
     """What --json prints: the report's fields; `kind` is "target" or "drafter"."""
-    kind = "target" if hasattr(report, "ranks") else "drafter"
+    from kdtree_engine.engine.describe import TargetReport
+
     return {
-        "kind": kind,
+        "kind": "target" if isinstance(report, TargetReport) else "drafter",
         **asdict(report),
         "folder": str(report.folder),
         "total_bytes": report.total_bytes,
@@ -182,18 +183,23 @@ def _parts(report: TargetReport) -> Table:
 
 
 def _memory(report: TargetReport) -> Table:
-    sizes = list(report.ranks[0].cache_tokens)
-    heads = (f"{size} GB" for size in sizes)
-    table = _table("Memory a GPU, bf16, and tokens of cache left on one of", "GPUs", "weights",
-                   *heads)  # fmt: skip
+    from kdtree_engine.engine.describe import GPU_BYTES
+
+    title = "Memory a GPU, bf16, without a drafter; tokens of cache on about"
+    heads = (f"{name}\n{_size(size)}" for name, size in GPU_BYTES.items())
+    table = _table(title, "GPUs", "weights", *heads)
     for rank in report.ranks:
         if rank.weight_bytes is None:
-            table.add_row(str(rank.gpus), "not divisible", *("" for _ in sizes))
+            table.add_row(str(rank.gpus), "not divisible", *("" for _ in GPU_BYTES))
             continue
-        tokens = (rank.cache_tokens[size] for size in sizes)
-        left = ("too small" if one is None else f"{one:,}" for one in tokens)
+        tokens = (rank.cache_tokens[name] for name in GPU_BYTES)
+        left = ("too small" if one is None else _tokens(one) for one in tokens)
         table.add_row(str(rank.gpus), _size(rank.weight_bytes), *left)
     return table
+
+
+def _tokens(number: int) -> str:
+    return f"{number:,}" if number < 10**7 else f"{number / 10**6:,.0f} M"
 
 
 def _pairs(title: str, rows: list[tuple[str, str]]) -> Table:
@@ -229,7 +235,7 @@ def _count(number: int) -> str:
 
 
 def _size(number: int) -> str:
-    """Bytes in decimal units, as files and GPUs are sold."""
+    """Bytes in decimal units, as files are measured."""
     for unit, word in ((10**9, "GB"), (10**6, "MB")):
         if number >= unit:
             return f"{number / unit:,.1f} {word}"

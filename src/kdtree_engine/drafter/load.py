@@ -30,9 +30,8 @@ def load_drafter(
     names = [*expected(config)]
     names += [EMBED_TOKENS] * checkpoint.has_embedding + [LM_HEAD] * checkpoint.has_head
     tensors = {name: checkpoint.tensor(name) for name in names}
-    if checkpoint.tokens is not None:
-        tensors[DRAFT_TO_TARGET] = checkpoint.tokens - torch.arange(len(checkpoint.tokens))
-    return build_drafter(config, tensors, dtype, device, kernels=device.type == "cuda")
+    kernels = device.type == "cuda"
+    return build_drafter(config, tensors, dtype, device, kernels, checkpoint.tokens)
 
 
 def build_drafter(
@@ -41,9 +40,11 @@ def build_drafter(
     dtype: torch.dtype,
     device: torch.device,
     kernels: bool = False,
+    tokens: Tensor | None = None,
 ) -> DFlashModel:
     """The network from tensors named as in a checkpoint, [out, in]; laid out for kernels, or for
-    training. An embedding, a head and its map from draft ids to tokens are used where given.
+    training. An embedding and a head are used where given. tokens [D]: of the head's rows, where
+    these are not the vocabulary.
     """
     eps = config.rms_norm_eps
 
@@ -72,11 +73,7 @@ def build_drafter(
             ),
         )
 
-    embedding = offsets = None
-    if EMBED_TOKENS in tensors:
-        embedding = tensors[EMBED_TOKENS].to(device, dtype)
-    if DRAFT_TO_TARGET in tensors:
-        offsets = tensors[DRAFT_TO_TARGET].to(device)
+    own = tensors[EMBED_TOKENS].to(device, dtype) if EMBED_TOKENS in tensors else None
     return DFlashModel(
         config,
         pack("fc"),
@@ -84,9 +81,9 @@ def build_drafter(
         tuple(layer(f"layers.{index}.") for index in range(config.num_layers)),
         norm("norm"),
         rope_table(config.rope, config.head_dim, config.max_positions, device, interleaved=False),
-        embedding,
+        own,
         pack("lm_head") if LM_HEAD in tensors else None,
-        None if offsets is None else offsets + torch.arange(len(offsets), device=device),
+        None if tokens is None else tokens.to(device),
     )
 
 

@@ -20,7 +20,7 @@ from kdtree_engine.checkpoints import (
     open_model,
 )
 from kdtree_engine.checkpoints.model_config import CONFIG_FILE
-from kdtree_engine.checkpoints.reader import read_json
+from kdtree_engine.checkpoints.reader import check_folder, present, read_json
 from kdtree_engine.checkpoints.revision import revision_warning
 from kdtree_engine.config import EngineConfig, ModelConfig
 from kdtree_engine.drafter.base import Drafter
@@ -31,8 +31,8 @@ from kdtree_engine.drafter.ngram import NgramDrafter
 from kdtree_engine.drafter.none import NoDrafter
 from kdtree_engine.drafter.random import RandomDrafter
 from kdtree_engine.engine.loop import Engine
-from kdtree_engine.engine.memory import cache_pages, check_fits, page_bytes
-from kdtree_engine.errors import ConfigError, OptionError, TokenizerError
+from kdtree_engine.engine.memory import cache_pages, check_fits, check_places, page_bytes
+from kdtree_engine.errors import ConfigError, OptionError, TokenizerError, shown
 from kdtree_engine.model import load_target
 from kdtree_engine.tokenizer import Tokenizer
 
@@ -52,20 +52,20 @@ def packaged_model() -> Path:
 def resolve_device(device: str) -> torch.device:
     """ "auto" is CUDA where there is one. Raises OptionError."""
     if not isinstance(device, str):
-        raise OptionError(f"device {device!r} must be a text: auto, cpu, cuda or cuda:N")
+        raise OptionError(f"device {shown(device)} must be a text: auto, cpu, cuda or cuda:N")
     if device == "auto":
         return _with_kernels(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if not re.fullmatch("cpu|cuda(:[0-9]+)?", device):
-        raise OptionError(f"device {device!r} is not one of auto, cpu, cuda, cuda:N")
+        raise OptionError(f"device {shown(device)} is not one of auto, cpu, cuda, cuda:N")
     place = torch.device(device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise OptionError(
-            f"device {device!r} was asked for, but torch sees no CUDA GPU; use --device cpu"
+            f"device {shown(device)} was asked for, but torch sees no CUDA GPU; use --device cpu"
         )
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise OptionError(
-            f"device {device!r} was asked for, but torch sees {torch.cuda.device_count()} CUDA "
-            "GPUs, counted from 0"
+            f"device {shown(device)} was asked for, but torch sees "
+            f"{torch.cuda.device_count()} CUDA GPUs, counted from 0"
         )
     return _with_kernels(place)
 
@@ -82,10 +82,10 @@ def _with_kernels(place: torch.device) -> torch.device:
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """ "auto" is float32 on the CPU and bfloat16 on CUDA. Raises OptionError."""
-    if dtype == "auto":
+    if isinstance(dtype, str) and dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise OptionError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
+        raise OptionError(f"dtype {shown(dtype)} is not one of auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
 
 
@@ -110,7 +110,7 @@ def build_engine(
 ) -> tuple[Engine, tuple[str, ...]]:
     """Load everything and check that it fits together; `config.cache_pages` 0 means as needed.
 
-    Returns the engine, and what was skipped of the folders or speaks against the drafter.
+    Returns the engine, and what was skipped of the folders.
     """
     checkpoint = open_model(folder)
     for note in checkpoint.notes:
@@ -132,6 +132,7 @@ def build_engine(
     target = load_target(checkpoint, dtype, device)
     size = page_bytes(checkpoint.config, network.config if network else None, dtype)
     most = config.max_requests * pages_for(checkpoint.config.max_positions)
+    check_places(config.max_requests, size, device)
     layout = CacheLayout(cache_pages(config.cache_pages, most, size, device), config.max_requests)
     pool = allocate_pool(
         layout,
@@ -158,27 +159,26 @@ def build_engine(
 def _load_network(
     folder: Path, target: ModelCheckpoint, dtype: torch.dtype, device: torch.device
 ) -> tuple[DFlashModel, tuple[str, ...]]:
-    """The network of a drafter that fits the target, and what there is to say of it."""
+    """The network of a drafter that fits the target, and what was skipped of its folder."""
     checkpoint = open_drafter(folder)
     check_drafter(checkpoint.config, target.config)
     for note in checkpoint.notes:
         log.info("%s: %s", folder.name, note)
     configs = (read_json(one, CONFIG_FILE, ConfigError) for one in (folder, target.folder))
     draft_config, target_config = configs
-    warning = revision_warning(
-        draft_config, folder.absolute(), target_config, target.folder.absolute()
-    )
+    homes = target.folder.absolute(), target.folder.resolve()
+    warning = revision_warning(draft_config, folder.absolute(), target_config, homes)
     if warning is not None:
         log.warning("%s", warning)
     network = load_drafter(checkpoint, dtype, device, target.config.max_positions)
-    return network, (*checkpoint.notes, *([warning] if warning else []))
+    return network, checkpoint.notes
 
 
 def _drafter_folder(model: Path, drafter: DrafterChoice) -> Path | None:
     """The folder that holds the drafter, None for drafters without a model."""
     if not isinstance(drafter, str | PathLike):
         if not hasattr(drafter, "propose"):
-            raise OptionError(f"drafter {drafter!r} is neither a name, a folder nor a drafter")
+            raise OptionError(f"drafter {shown(drafter)} is neither a name, a folder nor a drafter")
         return None
     if drafter == "auto":
         own = packaged_model()
@@ -186,10 +186,12 @@ def _drafter_folder(model: Path, drafter: DrafterChoice) -> Path | None:
     if drafter in ("none", "ngram", "random"):
         return None
     folder = find_folder(drafter)
-    if not folder.is_dir():
+    if not present(folder):
         raise OptionError(
-            f"drafter {str(drafter)!r} is neither a folder nor one of auto, none, ngram, random"
+            f"drafter {shown(str(drafter))} is neither a folder nor one of auto, none, ngram, "
+            "random"
         )
+    check_folder(folder)
     return folder
 
 

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from kdtree_engine.engine.request import RequestOutput, StepTrace, StreamEvent
-from kdtree_engine.errors import OptionError
+from kdtree_engine.errors import OptionError, TokenizerError, shown
 from kdtree_engine.tokenizer import Tokenizer
 from kdtree_engine.tokenizer.parse import (
     ChatEvent,
@@ -41,8 +41,9 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ChatMessage:
-    """An answer. finish_reason: "stop", "tool_calls", "length" (then anything may be cut short, a
-    call's arguments too) or "error" (then `output.error` says why).
+    """An answer. finish_reason: "stop", "tool_calls", "length" or "error" (then `output.error` says
+    why). Where a stop text, the length or an error ended it, anything may be cut short, a call's
+    arguments too.
     """
 
     content: str
@@ -110,7 +111,7 @@ class PartialAnswer:
             ToolCall(begin.id, begin.name, "".join(pieces)) for begin, pieces in self._calls
         )
         reason = output.finish_reason
-        if reason == "stop" and calls:
+        if isinstance(output.stopped_by, int) and calls:
             reason = "tool_calls"
         return ChatMessage(self.content, "".join(self._reasoning), calls, reason, output)
 
@@ -147,6 +148,7 @@ class TokenReader:
                 continue
             events += self._parser.push(self._text.finish(), self._literal)
             for _ in run:
+                self._text.skip(1)
                 events += self._parser.push(marker)
         return events
 
@@ -159,12 +161,11 @@ def read_answer(stream: Iterator[StreamEvent], reader: TokenReader) -> Iterator[
     """The steps of a request as those of an answer."""
     answer = PartialAnswer()
     for step in stream:
-        stopped = step.output is not None and step.output.finish_reason == "stop"
         # The token that stopped it may be any of `stop_token_ids`; it is not part of the text.
         by_token = step.output is not None and isinstance(step.output.stopped_by, int)
         events = reader.push(step.token_ids[:-1] if by_token else step.token_ids)
         if step.output is not None:
-            events += reader.finish(cut=not stopped)
+            events += reader.finish(cut=not by_token)
         answer.add(events)
         message = None if step.output is None else answer.message(step.output)
         yield ChatDelta(events, step.token_ids, step.step, message)
@@ -182,26 +183,38 @@ def check_messages(messages: object) -> int:
     calls: list[object] = []
     for index, message in enumerate(messages):
         role = message.get("role") if isinstance(message, Mapping) else None
-        if role not in ROLES:
-            found = f"has the role {role!r:.60}" if isinstance(message, Mapping) else "is no object"
+        if not isinstance(role, str) or role not in ROLES:
+            found = (
+                f"has the role {shown(role)}" if isinstance(message, Mapping) else "is no object"
+            )
             raise OptionError(f"message {index} {found}: expected a role of {', '.join(ROLES)}")
         if role == "assistant":
             calls += _call_ids(message, index)
         if role == "tool":
             answered = message.get("tool_call_id")
-            if answered not in calls:
+            if not isinstance(answered, str | None) or answered not in calls:
                 raise OptionError(
-                    f"message {index} has the tool_call_id {answered!r:.60}, but no message before "
-                    "it has a tool call of that id"
+                    f"message {index} has the tool_call_id {shown(answered)}, but no message "
+                    "before it has a tool call of that id"
                 )
     return len(calls)
 
 
 def _call_ids(message: Message, index: int) -> list[object]:
-    calls = message.get("tool_calls") or []
+    calls = message.get("tool_calls")
+    calls = [] if calls is None else calls
     if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
         raise OptionError(f"message {index}: tool_calls must be a list of objects")
-    return [call.get("id") for call in calls]
+    ids = [call.get("id") for call in calls]
+    if not all(isinstance(one, str | None) for one in ids):
+        raise OptionError(f"message {index}: the id of a tool call must be text")
+    return ids
+
+
+def check_tools(tools: object) -> None:
+    """Raises TokenizerError for tools that are no list, as where each of them is checked."""
+    if tools is not None and (not isinstance(tools, Sequence) or isinstance(tools, str | bytes)):
+        raise TokenizerError(f"tools must be a list of objects, not {type(tools).__name__}")
 
 
 def tool_names(tools: Sequence[Tool] | None) -> list[str]:

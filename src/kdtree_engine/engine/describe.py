@@ -19,22 +19,29 @@ from kdtree_engine.errors import OptionError
 from kdtree_engine.kernels.int4 import GROUP
 
 RANKS = (1, 2, 4, 8)
-GPU_GB = (80, 96, 141, 180)  # of 10^9 bytes
+GPU_BYTES = {
+    "H100": 85_500_000_000,
+    "PRO 6000": 102_600_000_000,
+    "H200": 139 << 30,  # the one that we saw; the others from memory
+    "B200": 192_000_000_000,
+    "B300": 288_000_000_000,
+}
+"""About what torch reports, which is not the GB of a card's name."""
 TAPS = 6  # of the published drafters for K2.6
 
 
 @dataclass(frozen=True)
 class RankShare:
-    """One of `gpus` tensor-parallel ranks, in bf16 on CUDA, quantised weights as stored.
+    """One of `gpus` tensor-parallel ranks, in bf16 on CUDA, without a drafter.
 
-    weight_bytes: None where the model does not divide. cache_tokens: by the GPU's size in GB, the
+    weight_bytes: None where the model does not divide. cache_tokens: by the name in GPU_BYTES, the
     tokens that fit in the share of the rest that the engine gives to the cache; None where the
     weights do not fit. Every rank has all of the cache, so ranks do not add up.
     """
 
     gpus: int
     weight_bytes: int | None
-    cache_tokens: dict[int, int | None]
+    cache_tokens: dict[str, int | None]
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,7 @@ class DrafterReport:
     total_bytes: int
     tensors: int
     kv_bytes_per_token: int  # of its context keys and values, bf16
+    notes: tuple[str, ...]
 
 
 def describe(folder: Path) -> TargetReport | DrafterReport:
@@ -78,7 +86,7 @@ def describe(folder: Path) -> TargetReport | DrafterReport:
 
 def rank_share(config: ModelConfig, gpus: int) -> RankShare:
     """What one of `gpus` ranks takes and has left."""
-    none = RankShare(gpus, None, dict.fromkeys(GPU_GB))
+    none = RankShare(gpus, None, dict.fromkeys(GPU_BYTES))
     try:
         own = share(config, gpus)
     except OptionError:
@@ -87,10 +95,10 @@ def rank_share(config: ModelConfig, gpus: int) -> RankShare:
         return none  # down's groups of inputs cannot be cut
     weights = weight_bytes(own, torch.bfloat16, torch.device("cuda"))
     token = _token_bytes(config)
-    tokens = {}
-    for size in GPU_GB:
-        left = size * 10**9 - weights
-        tokens[size] = int(left * CUDA_CACHE_SHARE) // token if left > 0 else None
+    tokens: dict[str, int | None] = {}
+    for name, size in GPU_BYTES.items():
+        left = size - weights
+        tokens[name] = int(left * CUDA_CACHE_SHARE) // token if left > 0 else None
     return RankShare(gpus, weights, tokens)
 
 
@@ -135,6 +143,7 @@ def _drafter(folder: Path) -> DrafterReport:
         sum(stored.nbytes for stored in headers),
         len(headers),
         kept * torch.bfloat16.itemsize,
+        checkpoint.notes,
     )
 
 

@@ -36,18 +36,17 @@ def _sequences(params: SamplingParams, tokenizer: Tokenizer | None) -> list[tupl
             continue
         if tokenizer is None:
             raise OptionError("bad_words has texts, but the model has no tokenizer: give token ids")
-        for text in (word, " " + word.lstrip(" ")):
+        bare = word.lstrip(" ")
+        for text in (bare, " " + bare):
             found[tuple(tokenizer.encode(text))] = None
     return list(found)
 
 
-def write_edits(state: EditState, request: Request) -> None:
-    """Write the request's options, and all its tokens so far, into its place."""
-    place, device, vocab = request.place, state.words.device, state.words.shape[1]
+def edits_of_place(request: Request, vocab: int) -> EditState | None:
+    """What its place must hold for the request's options and all its tokens so far, on the host;
+    None for a request without options.
+    """
     if request.edits is None:
-        state.active[place] = False
-        return
+        return None
     prompt = request.tokens[: request.prompt_tokens]
-    one = place_edits(request.edits, prompt, request.output_ids, sorted(request.stops), vocab)
-    for name, table in vars(state).items():
-        table[place] = getattr(one, name)[0].to(device)
+    return place_edits(request.edits, prompt, request.output_ids, sorted(request.stops), vocab)

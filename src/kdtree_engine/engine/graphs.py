@@ -3,7 +3,7 @@
 A graph is captured for a number of places and a number of rows, the **bucket**; a step of fewer
 requests is filled up with the dummy place. All graphs share one memory pool: they never run at the
 same time, and whatever a step leaves in the pool is dead when the next one starts, but for the
-record and the logits, which each graph keeps to itself.
+record, and the logits where they are kept for tests, which each graph keeps to itself.
 """
 
 from __future__ import annotations
@@ -162,6 +162,7 @@ class Runner:
             out = decode_step(self._parts, index, rows, self._moved(blocks), watch, options)
         logits = None
         if self.keep_logits:  # a graph's next replay would overwrite its own
+            assert out.logits is not None
             logits = out.logits.clone() if self.captures else out.logits
         record, ready = out.record, None
         if self._cuda:
@@ -231,6 +232,8 @@ class Runner:
             rows,
             time.perf_counter() - began,
         )
+        if not self.keep_logits:  # a graph that holds its logits keeps the pool from reusing them
+            out = StepOutput(out.record, None)
         return _Captured(graph, places, blocks, out)
 
     def _moved(self, blocks: DraftBlocks | None) -> DraftBlocks | None:

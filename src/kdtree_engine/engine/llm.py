@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from numbers import Integral
 from os import PathLike
-from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kdtree_engine.checkpoints import find_folder
+from kdtree_engine.checkpoints.reader import check_folder
 from kdtree_engine.config import EngineConfig
 from kdtree_engine.engine.build import (
     DrafterChoice,
@@ -30,19 +28,23 @@ from kdtree_engine.engine.chat import (
     TokenReader,
     Tool,
     check_messages,
+    check_tools,
     read_answer,
     tool_names,
 )
+from kdtree_engine.engine.inputs import Prompt, as_batch, as_token_ids, truth, whole
 from kdtree_engine.engine.policy import parse_tree_nodes
 from kdtree_engine.engine.request import Request, RequestOutput, StepResult, StreamEvent
 from kdtree_engine.engine.sampling_params import SamplingParams
-from kdtree_engine.errors import KDTreeError, OptionError, TokenizerError
+from kdtree_engine.errors import KDTreeError, OptionError, TokenizerError, shown
 from kdtree_engine.sampling import draw_seed
 from kdtree_engine.tokenizer.chat import ChatFormat, starts_in_reasoning
+from kdtree_engine.tokenizer.messages import plain
 from kdtree_engine.tokenizer.parse import ChatParser, output_grammar
 from kdtree_engine.tokenizer.stops import StopStream
 
-Prompt = str | Sequence[int]
+_MOST = 2**31 - 1
+_MOST_REQUESTS = 4096  # each takes a page of scratch and a table of pages
 
 
 class LLM:
@@ -70,20 +72,19 @@ class LLM:
         max_requests: int = 8,
         eager: bool = False,
     ) -> None:
-        for name, value in (
-            ("prefill_chunk", prefill_chunk),
-            ("cache_pages", cache_pages),
-            ("max_requests", max_requests),
-        ):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise OptionError(f"{name} {value!r} must be 1 or more, a whole number")
+        chunk = whole("prefill_chunk", prefill_chunk, 1, _MOST)
+        pages = 0 if cache_pages is None else whole("cache_pages", cache_pages, 1)
+        places = whole("max_requests", max_requests, 1, _MOST_REQUESTS)
         if model is not None and not isinstance(model, str | PathLike):
-            raise OptionError(f"model {model!r} must be a folder, or None for the packaged model")
+            raise OptionError(
+                f"model {shown(model)} must be a folder, or None for the packaged model"
+            )
         policy = parse_tree_nodes(tree_nodes)
         config = EngineConfig(
-            policy.nodes, policy.chain, prefill_chunk, cache_pages or 0, max_requests, bool(eager)
+            policy.nodes, policy.chain, chunk, pages, places, truth("eager", eager)
         )
         folder = packaged_model() / "target" if model is None else find_folder(model)
+        check_folder(folder)
         place = resolve_device(device)
         self.tokenizer = open_tokenizer(folder)
         self.engine, self.notes = build_engine(
@@ -103,14 +104,11 @@ class LLM:
 
         Raises OptionError, TokenizerError or CapacityError before anything runs.
         """
-        batch = _as_batch(prompts)
-        settings = (
-            [params or SamplingParams()] * len(batch)
-            if not isinstance(params, Sequence)
-            else params
-        )
-        for one in settings:
-            _check_params(one)
+        batch = as_batch(prompts)
+        one = SamplingParams() if params is None else params
+        settings = one if isinstance(one, Sequence) else [one] * len(batch)
+        for setting in settings:
+            _check_params(setting)
         if len(settings) != len(batch):
             raise OptionError(f"{len(batch)} prompts came with {len(settings)} sampling settings")
         requests = self._queue(batch, settings)
@@ -120,11 +118,16 @@ class LLM:
         finally:
             for request in requests:
                 self.engine.cancel(request)
-        return [self._output(request) for request in requests]
+        outputs = [self._output(request) for request in requests]
+        for index, request in enumerate(requests):
+            if request.after is not None:  # the first of a prompt's samples has scored it
+                first = outputs[requests.index(request.after)]
+                outputs[index] = replace(outputs[index], prompt_log_probs=first.prompt_log_probs)
+        return outputs
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
         """Complete one prompt, an event a step; the last event carries the output."""
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
         _check_params(params)
         if params.n > 1:
             raise OptionError(f"n {params.n}: a stream has one output; generate() gives several")
@@ -176,19 +179,25 @@ class LLM:
         family: str | None = None,
     ) -> Iterator[ChatDelta]:
         """The same, a delta a step; the last one carries the message. Raises as `chat`."""
-        _check_params(sampling or SamplingParams())
+        params = SamplingParams() if sampling is None else sampling
+        _check_params(params)
         calls = check_messages(messages)
+        check_tools(tools)
+        messages = plain(messages, "messages")
+        tools = None if tools is None else plain(tools, "tools")
         if self.tokenizer is None:
             raise self._no_tokenizer("chat needs one")
         chat = self._format(family)
-        options = (thinking, preserve_thinking)
+        options = (
+            truth("thinking", thinking),
+            truth("preserve_thinking", preserve_thinking),
+        )
         parts = chat.parts(list(self.tokenizer.special_ids), messages, tools, *options)
         inside = starts_in_reasoning("".join(text for text, _ in parts[-3:]))
         grammar = output_grammar(chat.family)
         parser = ChatParser(grammar, inside, calls, tool_names(tools))
-        params = sampling or SamplingParams()
         reader = TokenReader(self.tokenizer, grammar, parser, params.stop or (), params.min_tokens)
-        return read_answer(self.stream(self.tokenizer.encode_parts(parts), sampling), reader)
+        return read_answer(self.stream(self.tokenizer.encode_parts(parts), params), reader)
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """float32 logits [T, vocab] after every prefix of `token_ids`, as any prefill computes
@@ -205,7 +214,9 @@ class LLM:
     def _format(self, family: str | None) -> ChatFormat:
         """The chat format, read from the folder once."""
         if family is not None and not isinstance(family, str):
-            raise OptionError(f"family {family!r:.60} must be a name, or None for the folder's own")
+            raise OptionError(
+                f"family {shown(family)} must be a name, or None for the folder's own"
+            )
         if family not in self._formats:
             self._formats[family] = ChatFormat.from_folder(self._folder, family)
         return self._formats[family]
@@ -238,7 +249,7 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            return [_token_id(token) for token in _plain(prompt)]
+            return as_token_ids(prompt)
         if self.tokenizer is None:
             raise self._no_tokenizer("it takes token ids, not text")
         return self.tokenizer.encode(prompt)
@@ -284,12 +295,15 @@ class LLM:
 
 
 def _samples(params: SamplingParams) -> list[SamplingParams]:
-    """The settings with which each of n samples would be drawn alone."""
+    """The settings with which each of n samples would be drawn alone; the first scores the
+    prompt for all.
+    """
     if params.n == 1:
         return [params]
     seed = draw_seed() if params.seed is None else params.seed
     seeds = [seed, *((seed + sample) % 2**64 for sample in range(1, params.n))]
-    return [replace(params, seed=one, n=1) for one in seeds]
+    alone = [replace(params, seed=one, n=1) for one in seeds]
+    return [alone[0], *(replace(one, prompt_logprobs=None) for one in alone[1:])]
 
 
 def _visible(request: Request, ids: list[int]) -> list[int]:
@@ -297,33 +311,6 @@ def _visible(request: Request, ids: list[int]) -> list[int]:
     return ids[:-1] if isinstance(request.stopped_by, int) and ids else ids
 
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several: a text and a list of ids are one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    items = _plain(prompts)
-    ids = sum(isinstance(item, Integral) for item in items)
-    if ids and ids < len(items):
-        raise OptionError("prompts mix token ids with texts or lists; give one prompt or a list")
-    return [cast(Sequence[int], items)] if ids else cast(list[Prompt], items)
-
-
-def _plain(prompts: object) -> list[object]:
-    """A list, an array or a tensor as a list."""
-    if isinstance(prompts, Tensor | np.ndarray):
-        prompts = prompts.tolist()
-    if not isinstance(prompts, Sequence):
-        raise OptionError(f"prompts must be a text, token ids or a list of these, not {prompts!r}")
-    return list(prompts)
-
-
 def _check_params(params: object) -> None:
     if not isinstance(params, SamplingParams):
-        raise OptionError(f"sampling settings must be SamplingParams, not {params!r}")
-
-
-def _token_id(token: object) -> int:
-    """Any library's integer as Python's."""
-    if not isinstance(token, Integral):
-        raise OptionError(f"prompt token {token!r} is not an integer")
-    return int(token)
+        raise OptionError(f"sampling settings must be SamplingParams, not {shown(params)}")

@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from kdtree_engine.engine.sampling_params import SamplingParams
 from kdtree_engine.engine.scheduler import Scheduler
 from kdtree_engine.engine.state import DecodeState
 from kdtree_engine.engine.step import StepOptions, path_length
-from kdtree_engine.errors import CapacityError, OptionError
+from kdtree_engine.errors import CapacityError, OptionError, shown
 from kdtree_engine.model import Kimi
 from kdtree_engine.sampling import draw_seed
 from kdtree_engine.tokenizer import Tokenizer
@@ -92,16 +93,8 @@ class Engine:
         tokens = list(tokens)
         if not tokens:
             raise OptionError("the prompt is empty; give at least one token")
-        for token in tokens:
-            if not 0 <= token < config.vocab_size:
-                raise OptionError(
-                    f"prompt token {token} is outside the vocabulary (0..{config.vocab_size - 1})"
-                )
-        for token in params.stop_token_ids or ():
-            if not 0 <= token < config.vocab_size:
-                raise OptionError(
-                    f"stop token {token} is outside the vocabulary (0..{config.vocab_size - 1})"
-                )
+        _check_tokens("prompt token", tokens, config.vocab_size)
+        _check_tokens("stop token", params.stop_token_ids or (), config.vocab_size)
         edits = edits_of(params, self.tokenizer, config.vocab_size)
         text = self._stop_texts(params)
         room = config.max_positions - len(tokens)
@@ -171,7 +164,9 @@ class Engine:
             self._land(results)
         self._prepare([one for one in running if not one.is_prefill], prompts)
         for request in prompts:
-            results.append(prefill(self, request, self.scheduler.chunk(request)))
+            result = prefill(self, request, self.scheduler.chunk(request))
+            # Results may wait for their reader: they must not hold a prompt's logits meanwhile.
+            results.append(result if self.runner.keep_logits else replace(result, logits=None))
             self._settle(request)
 
     def _make_room(self, results: list[StepResult]) -> None:
@@ -339,6 +334,12 @@ class Engine:
                 mean,
                 WATCHED_STEPS,
             )
+
+
+def _check_tokens(what: str, tokens: Sequence[int], vocab: int) -> None:
+    for token in tokens:
+        if not 0 <= token < vocab:
+            raise OptionError(f"{what} {shown(token)} is outside the vocabulary (0..{vocab - 1})")
 
 
 def _options(requests: Sequence[Request]) -> StepOptions:

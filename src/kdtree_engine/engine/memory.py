@@ -7,17 +7,15 @@ from pathlib import Path
 
 import torch
 
-from kdtree_engine.checkpoints.names import expected_tensors, projection_of
+from kdtree_engine.checkpoints.names import expected_tensors
 from kdtree_engine.config import PAGE_SIZE, DrafterConfig, ModelConfig
 from kdtree_engine.errors import CapacityError
-from kdtree_engine.kernels.fp8 import blocks_of
+from kdtree_engine.model.footprint import packed_bytes
 
 _CPU_CACHE_BYTES = 2 << 30
 CUDA_CACHE_SHARE = 0.8
 """How much of the memory that is free once the weights are in a GPU gives to the cache."""
 _GIB = 1 << 30
-_EXPANDED = (".kv_b_proj.", ".shared_experts.")
-_INT4_BYTES = 0.5 + 2 / 32  # a weight, and its part of a bf16 scale
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -41,32 +39,10 @@ def parameters(config: ModelConfig) -> tuple[int, int]:
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """What the weights take: quantised ones stay as they are on CUDA, and are expanded elsewhere.
-
-    Expanded everywhere are kv_b_proj, which is split by heads into keys and values, and FP8 shared
-    experts, whose products share launches with the router and with the routed experts.
-    """
-    packed = config.quantization if device.type == "cuda" else "none"
-    total = 0
-    for name, spec in expected_tensors(config, experts=False).items():
-        kept = projection_of(name) and not any(part in name for part in _EXPANDED)
-        if packed == "fp8" and kept:
-            total += _fp8_bytes(spec.shape[0], spec.shape[1])
-        else:
-            total += math.prod(spec.shape) * dtype.itemsize
-    _, experts = parameters(config)
-    if packed == "int4":
-        return total + int(experts * _INT4_BYTES)
-    if packed == "fp8":
-        per_projection = config.hidden_size * config.moe_intermediate_size
-        one = _fp8_bytes(config.moe_intermediate_size, config.hidden_size)
-        return total + experts // per_projection * one
-    return total + experts * dtype.itemsize
-
-
-def _fp8_bytes(rows: int, columns: int) -> int:
-    """A weight [rows, columns] of one byte each, and its blocks' float32 scales."""
-    return rows * columns + 4 * math.prod(blocks_of(rows, columns))
+    """What the weights take: laid out for kernels on CUDA, quantised ones expanded elsewhere."""
+    if device.type == "cuda":
+        return packed_bytes(config, dtype)
+    return sum(parameters(config)) * dtype.itemsize
 
 
 def page_bytes(config: ModelConfig, drafter: DrafterConfig | None, dtype: torch.dtype) -> int:
@@ -86,6 +62,16 @@ def check_fits(config: ModelConfig, dtype: torch.dtype, device: torch.device) ->
             f"the weights take {needed / _GIB:,.1f} GiB as {str(dtype).removeprefix('torch.')}"
             f"{', quantised ones expanded' if expanded else ''}, but {device} has "
             f"{free / _GIB:,.1f} GiB free; take a machine with more memory, or a narrower dtype"
+        )
+
+
+def check_places(places: int, size: int, device: torch.device) -> None:
+    """Raise CapacityError if the scratch pages of requests, `size` bytes each, do not fit."""
+    free = free_bytes(device)
+    if free is not None and places * size > free:
+        raise CapacityError(
+            f"max_requests {places} take {places * size / _GIB:,.1f} GiB for the rows of their "
+            f"trees alone, but {device} has {free / _GIB:,.1f} GiB free; ask for fewer"
         )
 
 

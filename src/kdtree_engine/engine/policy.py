@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from kdtree_engine.config import MAX_ROWS_PER_REQUEST
-from kdtree_engine.errors import OptionError
+from kdtree_engine.errors import OptionError, shown
 
 _MOST_DIGITS = 4  # int() of thousands of digits raises an error of its own
 
@@ -36,16 +37,17 @@ class TreePolicy:
 def parse_tree_nodes(value: int | str) -> TreePolicy:
     """An int 0..63, or "chain:N" with N in 0..63. Raises OptionError."""
     most = MAX_ROWS_PER_REQUEST - 1
-    text = str(value)
+    if isinstance(value, Integral) and not isinstance(value, bool) and 0 <= value <= most:
+        return TreePolicy(int(value))
+    text = value if isinstance(value, str) else ""
     number = text.removeprefix("chain:")
     if (
-        isinstance(value, bool)
-        or not number.isascii()
+        not number.isascii()
         or not number.isdigit()
         or len(number) > _MOST_DIGITS
         or int(number) > most
     ):
         raise OptionError(
-            f"tree_nodes {value!r} must be a number of nodes from 0 to {most}, or chain:N"
+            f"tree_nodes {shown(value)} must be a number of nodes from 0 to {most}, or chain:N"
         )
     return TreePolicy(int(number), chain=text != number)

@@ -43,7 +43,7 @@ def prefill(parts: StepParts, request: Request, count: int) -> StepResult:
         picks = _first_token(parts, request, logits, inputs.positions[-1:])
         if bool(picks.finite):
             chosen = [int(picks.tokens)]
-            log_probs = _log_probs(request.params.logprobs, logits, picks.tokens)
+            log_probs = _log_probs(request.params.logprobs, logits, picks.tokens, chosen)
         else:
             request.fail(no_choice(request, request.prompt_tokens))
     watch.lap("sample")
@@ -83,12 +83,14 @@ def _score_prompt(request: Request, logits: Tensor) -> None:
     following = request.tokens[first : min(first + len(logits), request.prompt_tokens)]
     chosen = upload(torch.tensor(following, dtype=torch.int64), logits.device)
     request.prompt_log_probs += _log_probs(
-        request.params.prompt_logprobs, logits[: len(following)], chosen
+        request.params.prompt_logprobs, logits[: len(following)], chosen, following
     )
 
 
-def _log_probs(wanted: int | None, logits: Tensor, chosen: Tensor) -> list[TokenLogProb]:
-    """Of tokens [R] chosen from logits [R, V]; none where none are wanted."""
-    if wanted is None or not len(chosen):
+def _log_probs(
+    wanted: int | None, logits: Tensor, chosen: Tensor, tokens: list[int]
+) -> list[TokenLogProb]:
+    """Of `tokens`, on the device chosen [R], by logits [R, V]; none where none are wanted."""
+    if wanted is None or not tokens:
         return []
-    return told(token_log_probs(logits, chosen, LOG_PROBS), chosen.tolist(), wanted)
+    return told(token_log_probs(logits, chosen, LOG_PROBS), tokens, wanted)

@@ -121,12 +121,13 @@ class Request:
     """Where a request stands. While decoding, `context` is len(tokens) - 1: all but the root.
 
     tokens: prompt, then output. context: tokens whose latents are committed. place: its scratch
-    page. pages: its cache pages, `chains` the hashes of those already published. stops: ids that
-    end it. keep_logits: prompt only, every row's logits wanted; they gather in `logits`. fill: how
-    many tokens its prefill computes. sample: its number among those of one prompt. after: while
-    waiting, the request whose prompt it shares and lets go first. edits: what its options change in
-    logits. text: looks for stop texts, where there are any. stopped_by: the stop token or text that
-    ended it.
+    page. pages: its cache pages. chains: hashes of the token chains that its full pages end, as far
+    as somebody asked. published: pages that others may find. stops: ids that end it. keep_logits:
+    prompt only, every row's logits wanted; they gather in `logits`. fill: how many tokens its
+    prefill computes. sample: its number among those of one prompt. after: while waiting, the
+    request whose prompt it shares and lets go first. edits: what its options change in logits.
+    text: looks for stop texts, where there are any. stopped_by: the stop token or text that ended
+    it.
     """
 
     id: int
@@ -147,6 +148,7 @@ class Request:
     place: int = -1
     pages: list[int] = field(default_factory=list)
     chains: list[bytes] = field(default_factory=list)
+    published: int = 0
     logits: list[Tensor] = field(default_factory=list)
     log_probs: list[TokenLogProb] = field(default_factory=list)
     prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
@@ -165,8 +167,8 @@ class Request:
 
     @property
     def most_context(self) -> int:
-        """Tokens that its pages will ever have to hold."""
-        return self.prompt_tokens + self.most_tokens
+        """Tokens that its pages will ever have to hold: all but the last one emitted."""
+        return self.prompt_tokens + max(self.most_tokens - 1, 0)
 
     @property
     def output_ids(self) -> list[int]:
@@ -219,7 +221,7 @@ class Request:
             self.fill = len(self.tokens) - 1
         self.is_prefill = True
         self.context = 0
-        self.pages, self.chains, self.logits = [], [], []
+        self.pages, self.published, self.logits = [], 0, []
         if self.scores_prompt:
             self.prompt_log_probs = []
         self.place = -1

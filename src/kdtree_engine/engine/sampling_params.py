@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Integral
+from typing import cast
 
-from kdtree_engine.errors import OptionError
+from kdtree_engine.engine.inputs import entries, real, truth, whole
+from kdtree_engine.errors import OptionError, shown
 from kdtree_engine.kernels.top_k import LOG_PROBS
 from kdtree_engine.sampling import check_filters, check_penalties
 
@@ -65,18 +67,11 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_tokens",
-            "top_k",
-            "seed",
-            "min_tokens",
-            "logprobs",
-            "prompt_logprobs",
-            "n",
-        ):
-            _check_number(name, getattr(self, name), Integral, "an integer")
-        for name in ("temperature", "top_p", "min_p", *_PENALTIES):
-            _check_number(name, getattr(self, name), Real, "a number")
+        for name in _WHOLE:
+            self._set(name, whole)
+        for name in _REAL:
+            self._set(name, real)
+        truth("ignore_eos", self.ignore_eos)
         if self.max_tokens < 1:
             raise OptionError(f"max_tokens {self.max_tokens} must be 1 or more")
         if not 1 <= self.n <= _MOST_SAMPLES:
@@ -103,6 +98,14 @@ class SamplingParams:
             if not allowed:
                 raise OptionError("allowed_token_ids is empty: nothing could be chosen")
             object.__setattr__(self, "allowed_token_ids", allowed)
+
+    def _set(self, name: str, kind: Callable[..., int | float]) -> None:
+        """A field as Python's own number; None stays where the field may be None."""
+        value, optional = getattr(self, name), name in _OPTIONAL
+        if value is None and optional:
+            return
+        number = kind(name, value, also=" or None" if optional else "")
+        object.__setattr__(self, name, number)
 
     @property
     def filters(self) -> tuple[float, int, float, float]:
@@ -131,33 +134,39 @@ class SamplingParams:
         )
 
 
-_WHOLE_OR_NONE = ("top_k", "seed", "logprobs", "prompt_logprobs")
-_PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+_OPTIONAL = ("top_k", "top_p", "min_p", "seed", "logprobs", "prompt_logprobs")
+_WHOLE = ("max_tokens", "top_k", "seed", "min_tokens", "logprobs", "prompt_logprobs", "n")
+_REAL = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
 
 
 def _token_ids(name: str, given: object) -> tuple[int, ...]:
     """Token ids as given; None is none."""
     if given is None:
         return ()
-    ids = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (None,)
+    ids = entries(name, given, _MOST_ENTRIES, "a list of token ids")
     if not all(isinstance(one, Integral) and not isinstance(one, bool) for one in ids):
-        raise OptionError(f"{name} {given!r:.80} must be a list of token ids")
-    if len(ids) > _MOST_ENTRIES:
-        raise OptionError(f"{name} has {len(ids)} entries; at most {_MOST_ENTRIES}")
-    return tuple(int(one) for one in ids)
+        raise OptionError(f"{name} {shown(given, 80)} must be a list of token ids")
+    return tuple(int(cast(int, one)) for one in ids)
 
 
 def _stops(given: object) -> tuple[str, ...]:
     """One text or several; None is none."""
     stops = (given,) if isinstance(given, str) else () if given is None else given
     if not isinstance(stops, Sequence) or not all(isinstance(one, str) for one in stops):
-        raise OptionError(f"stop {given!r:.80} must be a text or a list of texts")
+        raise OptionError(f"stop {shown(given, 80)} must be a text or a list of texts")
     if len(stops) > _MOST_STOPS:
         raise OptionError(f"stop has {len(stops)} texts; at most {_MOST_STOPS}")
     for one in stops:
         if not 0 < len(one) <= _LONGEST_STOP:
             raise OptionError(
-                f"stop text {one!r:.40} has {len(one)} characters; 1 to {_LONGEST_STOP}"
+                f"stop text {shown(one, 40)} has {len(one)} characters; 1 to {_LONGEST_STOP}"
             )
     return tuple(stops)
 
@@ -167,15 +176,15 @@ def _bias(given: object) -> dict[int, float] | None:
     if given is None:
         return None
     if not isinstance(given, Mapping):
-        raise OptionError(f"logit_bias {given!r:.80} must map token ids to numbers")
+        raise OptionError(f"logit_bias {shown(given, 80)} must map token ids to numbers")
     bias: dict[int, float] = {}
     for token, value in given.items():
         if not isinstance(token, Integral) or isinstance(token, bool):
-            raise OptionError(f"logit_bias key {token!r:.40} must be a token id, an integer")
-        real = isinstance(value, Real) and not isinstance(value, bool)
-        if not real or not abs(float(value)) <= _MOST_BIAS:
-            raise OptionError(f"logit_bias of token {token} is {value!r:.40}: -100 to 100")
-        bias[int(token)] = float(value)
+            raise OptionError(f"logit_bias key {shown(token, 40)} must be a token id, an integer")
+        number = real(f"logit_bias of token {shown(token)}", value)
+        if not abs(number) <= _MOST_BIAS:
+            raise OptionError(f"logit_bias of token {shown(token)} is {number}: -100 to 100")
+        bias[int(token)] = number
     return bias
 
 
@@ -184,16 +193,8 @@ def _bad_words(given: object) -> tuple[str | tuple[int, ...], ...]:
     if given is None:
         return ()
     if not isinstance(given, Sequence) or isinstance(given, str):
-        raise OptionError(f"bad_words {given!r:.80} must be a list of texts or of token ids")
+        raise OptionError(f"bad_words {shown(given, 80)} must be a list of texts or of token ids")
     words = [one if isinstance(one, str) else _token_ids("bad_words", one) for one in given]
     if not all(words):
         raise OptionError("bad_words has an empty entry; give texts or lists of token ids")
     return tuple(words)
-
-
-def _check_number(name: str, value: object, kind: type, wanted: str) -> None:
-    """None stands for "off" or "draw one" where the field allows it."""
-    optional = name in ("top_p", "min_p", *_WHOLE_OR_NONE)
-    if (value is None and optional) or (isinstance(value, kind) and not isinstance(value, bool)):
-        return
-    raise OptionError(f"{name} {value!r} must be {wanted}{' or None' if optional else ''}")

@@ -119,13 +119,11 @@ class Scheduler:
         """
         if request.is_prefill or request.keep_logits:
             return
-        while len(request.chains) < request.context // PAGE_SIZE:
-            index = len(request.chains)
-            previous = request.chains[-1] if request.chains else b""
-            tokens = request.tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE]
-            chain = self.allocator.chain(previous, tokens)
-            self.allocator.publish(request.pages[index], chain)
-            request.chains.append(chain)
+        full = request.context // PAGE_SIZE
+        self.allocator.extend(request.chains, request.tokens, full)
+        for index in range(request.published, full):
+            self.allocator.publish(request.pages[index], request.chains[index])
+        request.published = full
 
     def check_integrity(self) -> None:
         """Assert that pages and places are accounted for."""
@@ -147,7 +145,7 @@ class Scheduler:
     def _is_held(self, request: Request) -> bool:
         """Whether the request that it lets go first has still to compute their prompt."""
         first = request.after
-        if first is None or not first.is_prefill:
+        if first is None or not (first.is_prefill and first.is_rootless):
             return False
         return first in self.running or first in self.waiting
 
@@ -159,7 +157,7 @@ class Scheduler:
         """
         allocator = self.allocator
         shareable = 0 if request.reads_all_rows else (request.fill - 1) // PAGE_SIZE
-        shared = allocator.share_prefix(request.tokens, shareable)
+        shared = allocator.share_prefix(request.tokens, shareable, request.chains)
         missing = pages_for(min(request.fill + steps, request.most_context)) - len(shared)
         growing = sum(len(one.pages) < pages_for(one.most_context) for one in self.running)
         if missing + growing > allocator.available:
@@ -167,11 +165,11 @@ class Scheduler:
             return False
         request.pages = shared + allocator.allocate(missing)
         request.place = self._places.pop()
+        self.running.append(request)  # whatever fails from here on ends it
         self.state.admit(request)
         request.context = len(shared) * PAGE_SIZE
         if not request.stats.preemptions:
             request.stats.cached_tokens = request.context
-        self.running.append(request)
         return True
 
     def _withdraw(self, request: Request) -> None:

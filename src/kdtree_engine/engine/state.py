@@ -10,7 +10,7 @@ from torch import Tensor
 from kdtree_engine.cache import CacheLayout, pages_for
 from kdtree_engine.config import PAGE_SIZE
 from kdtree_engine.drafter.base import DraftStates
-from kdtree_engine.engine.edits import write_edits
+from kdtree_engine.engine.edits import edits_of_place
 from kdtree_engine.engine.request import Request
 from kdtree_engine.kernels.logit_edits import EditState, empty_edits
 from kdtree_engine.sampling import seed_word
@@ -97,8 +97,18 @@ class DecodeState:
         state.min_p[place] = min_p
         if self.edits is None and request.edits is not None:
             self.edits = empty_edits(self.dummy + 1, self._vocab, self.device)
-        if self.edits is not None:  # also ends what the place's last request left
-            write_edits(self.edits, request)
+        if self.edits is not None:
+            self._write_edits(self.edits, request)
+
+    def _write_edits(self, edits: EditState, request: Request) -> None:
+        """Fill the request's place; without options, end what the place's last request left."""
+        place = request.place
+        one = edits_of_place(request, self._vocab)
+        if one is None:
+            edits.active[place] = False
+            return
+        for name, table in vars(edits).items():
+            table[place] = upload(getattr(one, name)[0], self.device)
 
     def extend(self, request: Request, first: int) -> None:
         """Write a request's table from its page number `first` on; it has got more pages."""

@@ -21,6 +21,7 @@ from kdtree_engine.engine.batch import sampling_rows, tree_inputs
 from kdtree_engine.engine.policy import TreePolicy
 from kdtree_engine.engine.record import Walk, pack
 from kdtree_engine.engine.state import DecodeState, Standing
+from kdtree_engine.kernels.gumbel import NoiseWanted
 from kdtree_engine.kernels.logit_edits import edit_logits, remember
 from kdtree_engine.kernels.top_k import LOG_PROBS, TokenLogProbs, token_log_probs
 from kdtree_engine.kernels.tree_accept import tree_accept
@@ -70,10 +71,12 @@ PLAIN = StepOptions()
 
 @dataclass(frozen=True, eq=False)
 class StepOutput:
-    """record: [B, record.width] int64. logits: [B * N, V] float32, of every row of the trees."""
+    """record: [B, record.width] int64. logits: [B * N, V] float32, of every row of the trees; None
+    where a captured step let them go.
+    """
 
     record: Tensor
-    logits: Tensor
+    logits: Tensor | None
 
 
 def decode_step(
@@ -89,6 +92,7 @@ def decode_step(
     blocks: what a host drafter proposed, on the device; None lets a device drafter propose.
     """
     standing = parts.state.at(places)
+    length = path_length(parts.drafter, rows)
     planned = draft(parts, standing, rows, blocks, watch)
     trees = planned.trees
     inputs = tree_inputs(standing, planned)
@@ -105,9 +109,9 @@ def decode_step(
     if options.edits:
         assert edits is not None
         logits = edit_logits(logits, edits, places, trees.tokens, planned.ancestors, trees.depths)
-    picks = sample(logits, sampling_rows(standing, inputs.positions))
+    picks = sample(logits, sampling_rows(standing, inputs.positions), planned.noise)
     watch.lap("sample")
-    walk = walk_trees(standing, trees, picks, path_length(parts.drafter, rows))
+    walk = walk_trees(standing, trees, picks, length)
     commit(parts, standing, walk, planned.rows.slots, out.taps)
     parts.state.advance(places, standing, walk.lengths, walk.roots)
     if options.edits and edits is not None:
@@ -128,6 +132,17 @@ def path_log_probs(logits: Tensor, walk: Walk) -> TokenLogProbs:
 def path_length(drafter: Drafter, rows: int) -> int:
     """Rows of the longest path of a tree of `rows` rows: the root and one a drafted depth."""
     return 1 + min(drafter.horizon, rows - 1)
+
+
+def shared_noise(parts: StepParts, standing: Standing, rows: int) -> NoiseWanted | None:
+    """What sampling may read instead of drawing the noise of each row: rows at one depth share
+    theirs. Nothing where trees have fewer than two rows a depth.
+    """
+    length = path_length(parts.drafter, rows)
+    if rows < 2 * length:
+        return None
+    vocab = parts.target.config.vocab_size
+    return NoiseWanted(standing.seed, standing.temperature, length, vocab)
 
 
 def draft(
@@ -155,6 +170,7 @@ def draft(
         # A path of depth d emits d + 1 tokens: deeper nodes than remaining - 1 could not be used.
         depth_limit=standing.remaining.long() - 1,
         chain=parts.policy.chain,
+        noise=shared_noise(parts, standing, rows),
     )
     watch.lap("tree")
     return planned

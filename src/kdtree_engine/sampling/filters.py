@@ -10,19 +10,23 @@ Masses have 44 fractional bits relative to the likeliest token.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from kdtree_engine.errors import OptionError
 from kdtree_engine.kernels.sample.reference import mass_limits, masses, scale, weigh
 
+MOST_TEMPERATURE = 1e30
+"""Far beyond that of an even choice; tensors of settings hold it in float32."""
+
 
 def check_filters(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     """Raise OptionError for a setting out of range; 0, 0, 1 and 0 are those that do nothing."""
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise OptionError(f"temperature {temperature} must be 0 (greedy) or a positive number")
+    if not 0 <= temperature <= MOST_TEMPERATURE:
+        raise OptionError(
+            f"temperature {temperature} must be 0 (greedy) or a positive number of at most "
+            f"{MOST_TEMPERATURE:g}"
+        )
     if top_k < 0:
         raise OptionError(f"top_k {top_k} must be 0 (off) or the number of tokens to keep")
     if not 0 < top_p <= 1:

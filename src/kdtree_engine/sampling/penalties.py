@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kdtree_engine.errors import OptionError
+from kdtree_engine.errors import OptionError, shown
 from kdtree_engine.kernels.logit_edits import (
     IN_PROMPT,
     IS_STOP,
@@ -43,9 +43,9 @@ class Edits:
 
 def check_penalties(repetition: float, frequency: float, presence: float) -> None:
     """Raise OptionError for a penalty out of range; 1, 0 and 0 are those that do nothing."""
-    if not 0 < repetition <= 10:
+    if not 0.01 <= repetition <= 10:
         raise OptionError(
-            f"repetition_penalty {repetition} must be over 0 and at most 10; 1 is off"
+            f"repetition_penalty {repetition} must be from 0.01 to 10; 1 is off"
         )
     for name, value in (("frequency", frequency), ("presence", presence)):
         if not -2 <= value <= 2:
@@ -70,7 +70,7 @@ def check_edits(edits: Edits, vocab: int) -> None:
         for token in tokens:
             if not 0 <= token < vocab:
                 raise OptionError(
-                    f"{name}: token {token} is outside the vocabulary (0..{vocab - 1})"
+                    f"{name}: token {shown(token)} is outside the vocabulary (0..{vocab - 1})"
                 )
     if bool((_bias(edits, vocab) == -torch.inf).all()):
         raise OptionError("allowed_token_ids and bad_words leave no token that could be chosen")

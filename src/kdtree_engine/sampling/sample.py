@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kdtree_engine.kernels.gumbel import NoiseBounds
 from kdtree_engine.kernels.sample import Sampled
 from kdtree_engine.kernels.sample import sample as _sample
 from kdtree_engine.sampling.noise import seed_word
@@ -51,11 +52,12 @@ class SamplingRows:
         )
 
 
-def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
+def sample(logits: Tensor, rows: SamplingRows, noise: NoiseBounds | None = None) -> Sampled:
     """Tokens [R] int64 and a flag per row from logits [R, V] float32.
 
     A row's token depends on that row and its settings alone, to the bit. `finite` is False for a
     row with a NaN, with +inf, or with every token forbidden (-inf); its token means nothing.
+    noise: as in kernels/sample; it saves time and changes nothing.
     """
     return _sample(
         logits,
@@ -65,6 +67,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
         rows.min_p,
         rows.seed,
         rows.position,
+        noise,
     )
 
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
+from kdtree_engine.checkpoints.reader import present
 from kdtree_engine.errors import TokenizerError
 
 # A piece of prompt and whether it is a special token's name (True) or ordinary text.
@@ -43,14 +44,14 @@ class Tokenizer(ABC):
         from kdtree_engine.tokenizer.vocabulary import KimiTokenizer
 
         folder = Path(path)
-        if (folder / JSON_FILE).exists() and not (folder / RANKS_FILE).exists():
+        if present(folder / JSON_FILE) and not present(folder / RANKS_FILE):
             return JsonTokenizer.from_folder(folder)
         return KimiTokenizer.from_folder(folder)
 
     @staticmethod
     def in_folder(path: str | Path) -> bool:
         """Whether a model folder has a vocabulary that `from_folder` reads."""
-        return any((Path(path) / name).exists() for name in (RANKS_FILE, JSON_FILE))
+        return any(present(Path(path) / name) for name in (RANKS_FILE, JSON_FILE))
 
     @abstractmethod
     def encode(self, text: str, special: bool = False) -> list[int]:
@@ -110,6 +111,11 @@ class TextStream:
         self._tokenizer = tokenizer
         self._skip = skip
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._names = {token: name for name, token in tokenizer.special_ids.items()}
+
+    def special(self, token: int) -> str | None:
+        """The name of a special token, None for any other."""
+        return self._names.get(token)
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these ids complete, perhaps empty. TokenizerError as in `token_bytes`."""

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kdtree_engine.errors import TokenizerError
+from kdtree_engine.checkpoints.model_config import names_thinking
+from kdtree_engine.checkpoints.reader import present
+from kdtree_engine.errors import CheckpointError, ConfigError, TokenizerError, shown
 from kdtree_engine.tokenizer import render_kimi
 from kdtree_engine.tokenizer.base import CONFIG_FILE, RANKS_FILE, Part, Tokenizer
 from kdtree_engine.tokenizer.forgery import template_parts
@@ -70,7 +72,7 @@ def encode_chat(
 def _family(name: str) -> render_kimi.Family:
     if name not in render_kimi.FAMILIES:
         raise TokenizerError(
-            f"chat family {name!r:.60} is not supported; use {', '.join(FAMILIES)}, or open the "
+            f"chat family {shown(name)} is not supported; use {', '.join(FAMILIES)}, or open the "
             "model's folder for its own template"
         )
     return render_kimi.FAMILIES[name]
@@ -158,29 +160,27 @@ def detect_family(folder: Path) -> str:
     if kind == "kimi_k25":
         return "k2.5"
     if kind == "kimi_k2":
-        return "k2-thinking" if _knows_thinking(folder) else "k2"
+        return "k2-thinking" if _names_thinking(folder) else "k2"
     if Template.in_folder(folder):
         return TEMPLATE
-    if (folder / RANKS_FILE).exists():
+    if present(folder / RANKS_FILE):
         return "k2.5"  # a Kimi vocabulary beside another model_type: a model made for tests
     raise TokenizerError(
         f"{folder} has no chat template (chat_template.jinja, or 'chat_template' in "
-        f"{CONFIG_FILE}), and its model_type {kind!r:.60} has none built in"
+        f"{CONFIG_FILE}), and its model_type {shown(kind)} has none built in"
     )
 
 
-def _knows_thinking(folder: Path) -> bool:
-    """K2-Thinking and K2 share a model_type; only the former's files name <think>."""
-    if Template.in_folder(folder) and "<think>" in Template.source_in(folder):
-        return True
-    table = _json(folder, CONFIG_FILE).get("added_tokens_decoder")
-    entries = table.values() if isinstance(table, dict) else ()
-    return any(isinstance(one, dict) and one.get("content") == "<think>" for one in entries)
+def _names_thinking(folder: Path) -> bool:
+    try:
+        return names_thinking(folder)
+    except (ConfigError, CheckpointError) as error:
+        raise TokenizerError(str(error)) from error
 
 
 def _json(folder: Path, name: str) -> dict[str, Any]:
     """The object in a folder's file; empty where there is no such file."""
-    if not (folder / name).exists():
+    if not present(folder / name):
         return {}
     try:
         value = json.loads(read_file(folder / name))

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kdtree_engine.errors import TokenizerError
+from kdtree_engine.errors import TokenizerError, shown
 from kdtree_engine.tokenizer.base import Part, split_names
 from kdtree_engine.tokenizer.messages import (
     Message,
@@ -82,7 +82,7 @@ def _prepared(index: int, message: Message) -> dict[str, Any]:
     """A message as templates expect it: content as text, no field that is not known."""
     role = role_of(index, message)
     if role not in ROLES:
-        raise TokenizerError(f"message {index} has the role {role!r:.60}; use {', '.join(ROLES)}")
+        raise TokenizerError(f"message {index} has the role {shown(role)}; use {', '.join(ROLES)}")
     calls = calls_of(message)
     content = message.get("content")
     prepared: dict[str, Any] = {"role": role}

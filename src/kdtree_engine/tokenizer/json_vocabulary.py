@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from kdtree_engine.errors import TokenizerError
+from kdtree_engine.errors import TokenizerError, shown
 from kdtree_engine.tokenizer.base import JSON_FILE, Tokenizer, split_names
 from kdtree_engine.tokenizer.vocabulary import read_file
 
@@ -143,7 +143,7 @@ def _need_byte_level(data: Mapping[str, Any]) -> None:
         kinds = [one for one in kinds[0].get("decoders") or [] if isinstance(one, dict)]
     if not any(one.get("type") == "ByteLevel" for one in kinds):
         found = kinds[0].get("type") if kinds else None
-        raise TokenizerError(f"its decoder is {found!r:.60}; only ByteLevel is supported")
+        raise TokenizerError(f"its decoder is {shown(found)}; only ByteLevel is supported")
 
 
 def _token_bytes(vocabulary: Mapping[str, int]) -> dict[int, bytes]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kdtree_engine.errors import TokenizerError
+from kdtree_engine.errors import TokenizerError, shown
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
@@ -48,10 +48,12 @@ def texts_of(content: Any) -> list[str | None]:
 
 def _part(part: Any) -> str | None:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if not isinstance(kind, str | None):
+        raise TokenizerError(f"a content part has the type {shown(kind)}, expected text")
     if isinstance(part, Mapping) and (kind in IMAGE_KEYS or any(key in part for key in IMAGE_KEYS)):
         return None
     if kind != "text":
-        raise TokenizerError(f"message content of type {kind!r:.60} is not supported, only text")
+        raise TokenizerError(f"message content of type {shown(kind)} is not supported, only text")
     if not isinstance(part.get("text"), str):
         raise TokenizerError("a content part of type 'text' needs a 'text'")
     return str(part["text"])
@@ -176,6 +178,8 @@ def plain(value: Any, what: str, sort: bool = False, depth: int = 0) -> Any:
 def _key(key: Any, what: str) -> str:
     if isinstance(key, str):
         return key
+    if isinstance(key, int) and key.bit_length() > MAX_BITS:
+        raise TokenizerError(f"{what} have a number of more than {MAX_BITS} bits as a key")
     if key is None or isinstance(key, bool | int | float):
         return json.dumps(key)  # as json.dumps itself spells such keys
     raise TokenizerError(f"{what} have a key of type {type(key).__name__}, not a string")

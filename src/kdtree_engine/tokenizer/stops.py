@@ -13,8 +13,9 @@ class StopStream:
     """A detokeniser that ends before the first of some texts.
 
     Its results joined are the text up to the stop; a stop may begin in one token and end in
-    another. It counts once the token that completes it has come. after: tokens that are let through
-    unread first; no stop begins in them. `found` is the stop that ended the text.
+    another. It counts once the token that completes it has come. A special token is no text: it
+    stops where a stop is its whole name, and no stop reaches across it. after: tokens that are let
+    through unread first; no stop begins in them. `found` is the stop that ended the text.
     """
 
     def __init__(self, text: TextStream, stops: Sequence[str], after: int = 0) -> None:
@@ -27,23 +28,38 @@ class StopStream:
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these tokens release, perhaps empty; nothing once a stop was found."""
+        if not self._stops:
+            return self._text.push(ids)
         out = []
         for token in ids:
             if self.found is not None:
                 break
-            piece = self._text.push([token])
+            name = self._text.special(token)
             if self._unread > 0:
                 self._unread -= 1
-                out.append(piece)
-            elif piece:
-                out.append(self._read(piece))
+                out.append(self._text.push([token]))
+            elif name is not None:
+                out.append(self._pass(token, name))
+            else:
+                out.append(self._read(self._text.push([token])))
         return "".join(out)
+
+    def skip(self, count: int) -> None:
+        """Count tokens that whoever reads the text takes out of it."""
+        self._unread = max(0, self._unread - count)
 
     def finish(self) -> str:
         """What is still held back; afterwards the stream is new, but for what it has found."""
         rest = "" if self.found is not None else self._held + self._text.finish()
         self._held = ""
         return rest
+
+    def _pass(self, token: int, name: str) -> str:
+        held, self._held = self._held, ""
+        if name in self._stops:
+            self.found = name
+            return held + self._text.finish()
+        return held + self._text.push([token])
 
     def _read(self, piece: str) -> str:
         held = self._held + piece

@@ -9,6 +9,7 @@ from typing import Any
 
 import jinja2
 
+from kdtree_engine.checkpoints.reader import present
 from kdtree_engine.errors import TokenizerError
 from kdtree_engine.tokenizer.base import CONFIG_FILE
 from kdtree_engine.tokenizer.budget import MAX_EMITTED, rendering
@@ -69,11 +70,6 @@ class Template:
         """Whether a folder has a chat template."""
         return bool(_sources(folder))
 
-    @staticmethod
-    def source_in(folder: Path) -> str:
-        """The text of a folder's templates, one after the other."""
-        return "\n".join(_sources(folder).values())
-
     def render(self, variables: Mapping[str, Any]) -> str:
         """The prompt's text. Raises TokenizerError for whatever goes wrong in the template."""
         template = (
@@ -112,7 +108,7 @@ def _reason(error: BaseException) -> str:
 
 def _sources(folder: Path) -> dict[str, str]:
     """Template texts by name, "default" being the ordinary one."""
-    if (folder / TEMPLATE_FILE).exists():
+    if present(folder / TEMPLATE_FILE):
         try:
             return {"default": read_file(folder / TEMPLATE_FILE).decode()}
         except UnicodeDecodeError as error:
@@ -137,7 +133,7 @@ def _named(path: Path, entry: Any) -> tuple[str, str]:
 
 def _object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty where there is no file."""
-    if not path.exists():
+    if not present(path):
         return {}
     try:
         value = json.loads(read_file(path))

@@ -18,7 +18,7 @@ from typing import Any
 
 import tiktoken
 
-from kdtree_engine.checkpoints.reader import safe_path
+from kdtree_engine.checkpoints.reader import read_bytes
 from kdtree_engine.errors import CheckpointError, TokenizerError
 from kdtree_engine.tokenizer.base import CONFIG_FILE, RANKS_FILE, Part, Tokenizer, joined
 
@@ -152,12 +152,9 @@ def _split(text: str, borders: Sequence[int]) -> Iterator[str]:
 def read_file(path: Path) -> bytes:
     """The bytes of a file of a model folder, which must not be a link that leaves the folder."""
     try:
-        return safe_path(path.parent, path.name).read_bytes()
-    except CheckpointError as error:
+        return read_bytes(path.parent, path.name, TokenizerError)
+    except CheckpointError as error:  # a link that leaves the folder
         raise TokenizerError(str(error)) from error
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise TokenizerError(f"cannot read the vocabulary file {path}: {reason}") from error
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
@@ -204,7 +201,7 @@ def _read_names(path: Path) -> tuple[dict[int, str], set[int]]:
     """Names of special ids, and those of them marked special=false, from added_tokens_decoder."""
     try:
         config = json.loads(read_file(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path} is not JSON: {error}") from error
     table = config.get("added_tokens_decoder") if isinstance(config, dict) else None
     if not isinstance(table, dict):

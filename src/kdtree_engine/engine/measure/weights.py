@@ -171,29 +171,31 @@ class RandomCheckpoint(ModelCheckpoint):
 class RandomExperts(ExpertTensors):
     """INT4 words of all bits and even scales; dense where the config declares no quantisation."""
 
+    _checkpoint: RandomCheckpoint
+
     def __init__(self, checkpoint: RandomCheckpoint, layer: int) -> None:
         self.layer = layer
         self.count = checkpoint.config.num_experts
-        self._source = checkpoint
+        self._checkpoint = checkpoint
 
     def form(self, expert: int, projection: str) -> str:
         """As the config declares."""
-        return "int4" if self._source.config.quantization == "int4" else "dense"
+        return "int4" if self._checkpoint.config.quantization == "int4" else "dense"
 
     def weight(self, expert: int, projection: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """bfloat16 [out, in]; there is no FP8 to become `dtype`."""
         if self.form(expert, projection) == "int4":
             return dequantise(self._int4(expert, projection, own=True))
-        shape = expert_shape(self._source.config, projection)
-        values = torch.empty(shape, dtype=torch.bfloat16, device=self._source.device)
-        random = self._source.random(expert_module(self.layer, expert, projection))
+        shape = expert_shape(self._checkpoint.config, projection)
+        values = torch.empty(shape, dtype=torch.bfloat16, device=self._checkpoint.device)
+        random = self._checkpoint.random(expert_module(self.layer, expert, projection))
         return values.normal_(0.0, 1 / math.sqrt(shape[1]), generator=random)
 
     def _int4(self, expert: int, projection: str, own: bool) -> Int4Tensor:
         """Random nibbles; their spread is 4.6, which the scale takes back."""
-        rows, columns = expert_shape(self._source.config, projection)
-        device = self._source.device
-        random = self._source.random(expert_module(self.layer, expert, projection))
+        rows, columns = expert_shape(self._checkpoint.config, projection)
+        device = self._checkpoint.device
+        random = self._checkpoint.random(expert_module(self.layer, expert, projection))
         words = torch.randint(
             -(2**31), 2**31, (rows, columns // NIBBLES), dtype=torch.int32, device=device,
             generator=random,

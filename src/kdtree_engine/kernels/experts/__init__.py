@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from kdtree_engine.kernels.experts.packing import (
+    ExpertWeight,
     PackedExperts,
     TiledWeight,
     pack_experts,
+    packed_experts_bytes,
     random_packed_experts,
 )
 from kdtree_engine.kernels.experts.reference import ExpertWeights, routed_experts
@@ -238,6 +240,7 @@ def combine_add_norm(
 __all__ = [
     "DownTuning",
     "ExpertOutputs",
+    "ExpertWeight",
     "ExpertWeights",
     "PackedExperts",
     "TiledWeight",
@@ -245,6 +248,7 @@ __all__ = [
     "combine_add_norm",
     "expert_mlp",
     "pack_experts",
+    "packed_experts_bytes",
     "random_packed_experts",
     "routed_experts",
 ]

@@ -12,10 +12,10 @@ from torch.nn.functional import pad
 from kdtree_engine.kernels import fp8, int4
 from kdtree_engine.kernels.fp8 import Fp8Tensor
 from kdtree_engine.kernels.fp8.words import (
-    RANDOM_SPREAD,
     STEP,
     dense,
     on_device,
+    random_scales,
     random_words,
     values_of,
     words_of,
@@ -133,6 +133,23 @@ def pack_experts(
     return PackedExperts(up, down, shared, segments_of(up.columns))
 
 
+def packed_experts_bytes(
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+    shared_down: Tensor | None,
+    count: int,
+    dtype: torch.dtype,
+) -> int:
+    """What `pack_experts` takes for `count` experts of such a pair; on "meta" nothing is taken."""
+    made = [
+        _empty(gate_up, count, UP_ROWS, dtype, "meta", interleaved=True),
+        _empty(down, count, DOWN_ROWS, dtype, "meta", interleaved=False),
+    ]
+    if shared_down is not None:
+        made.append(_empty(shared_down, 1, DOWN_ROWS, dtype, "meta", interleaved=False))
+    return sum(one.weight.nbytes + (0 if one.scale is None else one.scale.nbytes) for one in made)
+
+
 def random_packed_experts(
     experts: int,
     hidden: int,
@@ -161,9 +178,8 @@ def random_packed_experts(
         tiles = experts, rows // tile
         if planes == 2:
             weight = random_words((*tiles, columns // STEP, tile, 32), device, generator)
-            scale = torch.empty(*tiles, columns // STEP, tile // PAIR, device=device)
-            each = 0.027 / RANDOM_SPREAD
-            scale.uniform_(0.5 * each, 1.5 * each, generator=generator)
+            shape = *tiles, columns // STEP, tile // PAIR
+            scale = random_scales(shape, 0.027, device, generator)
             return TiledWeight(weight, scale, rows, columns)
         weight = torch.empty(*tiles, columns // _BLOCK, tile, 32, dtype=torch.int16, device=device)
         weight.random_(-(2**15), 2**15, generator=generator)

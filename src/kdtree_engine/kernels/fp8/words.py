@@ -16,6 +16,8 @@ STEP = 2 * PLANE
 RANDOM_SPREAD = 68.5
 """Standard deviation of random_words' values."""
 
+_SCALES_SPREAD = (13 / 12) ** 0.5  # root of the mean square of uniform numbers in [0.5, 1.5)
+
 
 def on_device(weight: Fp8Tensor, device: torch.device | str) -> Fp8Tensor:
     """The same weight on `device`."""
@@ -64,3 +66,15 @@ def random_words(
     made = torch.empty(shape, dtype=torch.int16, device=device)
     made.random_(-(2**15), 2**15, generator=generator)
     return made.bitwise_and_(0xF7F7 - 0x10000)
+
+
+def random_scales(
+    shape: tuple[int, ...],
+    spread: float,
+    device: torch.device | str,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Uneven float32 scales that give weights of `random_words` the standard deviation `spread`."""
+    each = spread / (RANDOM_SPREAD * _SCALES_SPREAD)
+    made = torch.empty(shape, device=device)
+    return made.uniform_(0.5 * each, 1.5 * each, generator=generator)

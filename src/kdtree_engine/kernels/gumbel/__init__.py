@@ -11,6 +11,8 @@ Layout, for every implementation:
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -48,4 +50,57 @@ def _launch_gumbel(seeds: Tensor, positions: Tensor, vocab: int, block: int = 25
     return noise
 
 
-__all__ = ["gumbel"]
+class NoiseBounds(NamedTuple):
+    """values: [B, depths, vocab] float16, none smaller than the noise at contexts + 1 + depth, for
+    requests whose temperature is not 0. contexts: [B] int32 or int64.
+    """
+
+    values: Tensor
+    contexts: Tensor
+
+
+class NoiseWanted(NamedTuple):
+    """Bounds of `depths` tokens each of B requests, of `vocab` numbers a token. seeds [B] int64,
+    temperature [B] float32.
+    """
+
+    seeds: Tensor
+    temperature: Tensor
+    depths: int
+    vocab: int
+
+
+def noise_bounds(wanted: NoiseWanted, contexts: Tensor) -> NoiseBounds | None:
+    """Bounds of the noise of the next tokens after contexts [B] committed ones.
+
+    The rows of a draft tree at one depth share their noise, and whoever looks for their largest
+    perturbed logit reads the bounds instead of drawing the noise for every row. None where
+    operators run without kernels: nobody would read them.
+    """
+    seeds, temperature, depths, vocab = wanted
+    assert seeds.shape == contexts.shape == temperature.shape and depths > 0 and vocab > 0
+    if not has_kernel(seeds):
+        return None
+    return _launch_bounds(seeds, contexts, temperature, depths, vocab)
+
+
+def _launch_bounds(
+    seeds: Tensor,
+    contexts: Tensor,
+    temperature: Tensor,
+    depths: int,
+    vocab: int,
+    block: int = 256,
+) -> NoiseBounds:
+    from kdtree_engine.kernels.gumbel.kernel import bounds_kernel
+
+    values = torch.empty(len(seeds), depths, vocab, dtype=torch.float16, device=seeds.device)
+    if len(seeds):
+        bounds_kernel[-(-vocab // (4 * block)), depths, len(seeds)](
+            seeds.contiguous(), contexts.contiguous(), temperature.contiguous(), values, vocab,
+            BLOCK=block, FAST=seeds.device.type != "cpu", **launch_options(seeds),
+        )  # fmt: skip
+    return NoiseBounds(values, contexts)
+
+
+__all__ = ["NoiseBounds", "NoiseWanted", "gumbel", "noise_bounds"]

@@ -3,8 +3,9 @@
     words(seed, position, blocks)  word 4 b + j of a row is output word j of Philox(counter b)
     exact(words)                   -log(-log((word + 0.5) 2^-32)) in float64, rounded to float32
     approximate(words)             the same within 2^-16, in float32
+    bounds_kernel                  float16 numbers no smaller than the noise, for many rows to read
 
-Every kernel that decides a token uses `exact`; `approximate` only tells which tokens need it.
+Every kernel that decides a token uses `exact`; the others only tell which tokens need it.
 """
 
 from __future__ import annotations
@@ -131,3 +132,37 @@ def gumbel_kernel(
     token = tl.program_id(0) * BLOCK * 4 + tl.arange(0, BLOCK * 4)
     value = exact(words(seed, position, blocks))
     tl.store(noise + row * vocab + token, value, mask=token < vocab)
+
+
+@triton.jit
+def store_bounds(seed, position, first, out, vocab, BLOCK: tl.constexpr, FAST: tl.constexpr):
+    """Bounds of the noise of 4 BLOCK tokens, from counter block `first` on, to the row at `out`.
+
+    float16 rounds by 2^-11 of the number, or by 2^-25; the widening by 2^-10 of it and 2^-15 is
+    more than that and the approximation's 2^-16.
+    """
+    token = first * 4 + tl.arange(0, BLOCK * 4)
+    value = approximate(words(seed, position, first + tl.arange(0, BLOCK)), FAST)
+    value += tl.abs(value) * 0.0009765625 + 0.000030517578125
+    tl.store(out + token, value.to(out.dtype.element_ty), mask=token < vocab)
+
+
+@triton.jit
+def bounds_kernel(
+    seeds,  # [B] int64
+    contexts,  # [B] int32 or int64
+    temperature,  # [B] float32; where it is 0 nothing is written
+    bounds,  # [B, depths, vocab] float16
+    vocab,
+    BLOCK: tl.constexpr,  # counter blocks a program: 4 BLOCK tokens
+    FAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (chunks, depths, B). Bounds of the noise at position contexts + 1 + depth."""
+    begin(PDL)
+    request, depth = tl.program_id(2), tl.program_id(1)
+    if tl.load(temperature + request) > 0:
+        position = tl.load(contexts + request).to(tl.int64) + 1 + depth
+        out = bounds + (request * tl.num_programs(1) + depth).to(tl.int64) * vocab
+        first = tl.program_id(0) * BLOCK
+        store_bounds(tl.load(seeds + request), position, first, out, vocab, BLOCK, FAST)

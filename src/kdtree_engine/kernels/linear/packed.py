@@ -11,9 +11,9 @@ from torch.nn.functional import pad
 
 from kdtree_engine.kernels.fp8 import BLOCK, Fp8Tensor
 from kdtree_engine.kernels.fp8.words import (
-    RANDOM_SPREAD,
     dense,
     on_device,
+    random_scales,
     random_words,
     values_of,
     words_of,
@@ -107,6 +107,14 @@ def pack_linear(parts: Parts, dtype: torch.dtype, device: torch.device | str) ->
     return PackedLinear(tiles, columns, depth, segment_blocks(*scales.shape), dtype, scales)
 
 
+def packed_linear_bytes(rows: Sequence[int], depth: int, dtype: torch.dtype, fp8: bool) -> int:
+    """What `pack_linear` takes for parts of so many rows, all of them FP8 or none."""
+    tiles = -(-sum(rows) // TILE) * -(-depth // TILE)
+    if fp8 and _whole_tiles(rows):
+        return tiles * (TILE * TILE + torch.float32.itemsize)
+    return tiles * TILE * TILE * dtype.itemsize
+
+
 def random_linear(
     columns: int,
     depth: int,
@@ -114,16 +122,20 @@ def random_linear(
     device: torch.device,
     spread: float,
     quantised: bool = False,
+    generator: torch.Generator | None = None,
 ) -> PackedLinear:
-    """A weight of random values made in place, for measuring: normal ones, or FP8."""
+    """A weight of random values made in place, for measuring: normal ones, or FP8.
+
+    spread: their standard deviation. generator: the device's.
+    """
     rows, blocks = -(-columns // TILE), -(-depth // TILE)
     segment = segment_blocks(rows, blocks)
     if quantised:
-        tiles = random_words((rows, blocks, TILE, TILE // 2), device)
-        scales = torch.empty(rows, blocks, device=device).uniform_(0.5, 1.5)
-        scales *= spread / RANDOM_SPREAD
+        tiles = random_words((rows, blocks, TILE, TILE // 2), device, generator)
+        scales = random_scales((rows, blocks), spread, device, generator)
         return PackedLinear(tiles, columns, depth, segment, dtype, scales)
-    tiles = torch.empty(rows, blocks, TILE, TILE, dtype=dtype, device=device).normal_(0.0, spread)
+    tiles = torch.empty(rows, blocks, TILE, TILE, dtype=dtype, device=device)
+    tiles.normal_(0.0, spread, generator=generator)
     return PackedLinear(tiles, columns, depth, segment, dtype)
 
 
@@ -132,8 +144,13 @@ def _listed(parts: Parts) -> list[Weight]:
 
 
 def _stays_fp8(parts: list[Weight]) -> bool:
-    whole = all(part.shape[0] % TILE == 0 for part in parts[:-1])
+    whole = _whole_tiles([part.shape[0] for part in parts])
     return whole and all(isinstance(part, Fp8Tensor) for part in parts)
+
+
+def _whole_tiles(rows: Sequence[int]) -> bool:
+    """Whether no tile holds rows of two parts."""
+    return all(count % TILE == 0 for count in rows[:-1])
 
 
 def _tiles(whole: Tensor) -> Tensor:

@@ -13,6 +13,9 @@ from kdtree_engine.kernels.top_k import reference
 MAX_K = 64
 MAX_VOCAB = 2**20
 
+GROUP = 16
+"""Runs a group, of which the largest value is kept, too."""
+
 LOG_PROBS = 20
 """Likeliest tokens whose log-probabilities the engine keeps of a row. One number for every step and
 request, so that one compilation makes all the bits; who wants fewer takes the first of them.
@@ -101,10 +104,10 @@ def _launch_top(
     seeds: Tensor | None = None,
     positions: Tensor | None = None,
     names: Tensor | None = None,
-    chunk: int = 2048,
-    warps: int = 8,
+    chunk: int = 1024,
+    warps: int = 4,
     run: int = 0,
-    merge_warps: int = 16,
+    merge_warps: int = 8,
     chosen: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The operator by kernels. chunk: tokens a program; run: tokens of which the largest is kept,
@@ -118,22 +121,23 @@ def _launch_top(
     rows, vocab = logits.shape
     k = min(k, vocab)
     run = run or max(32, next_power_of_2(vocab) >> 13)
-    chunk = max(chunk, run)
+    chunk = max(chunk, run * GROUP)
     chunks = -(-vocab // chunk)
     runs = chunks * (chunk // run)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     most = 2 * next_power_of_2(k)
-    assert next_power_of_2(runs) < 2**15 and most * run < 2**15, f"runs of {run} of {vocab}"
+    assert runs // GROUP < 2**14 and most * max(run, GROUP) < 2**15, f"runs of {run} of {vocab}"
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, *shape, dtype=dtype, device=logits.device)
 
-    keys = empty(runs, dtype=torch.int32)
+    keys, groups = (empty(count, dtype=torch.int32) for count in (runs, runs // GROUP))
     largest, sums = (empty(chunks, dtype=torch.float32) for _ in range(2))
-    listing, found = empty(most, dtype=torch.int32), empty(most, dtype=torch.int64)
+    listing, found, found_tokens = (empty(most, dtype=torch.int32) for _ in range(3))
     log_probs, tokens = empty(k, dtype=torch.float32), empty(k, dtype=torch.int64)
     options = {
         "SUB": run,
+        "GROUP": GROUP,
         "HOT": temperature is not None,
         "NAMED": names is not None,
         "FAST": logits.device.type != "cpu",
@@ -141,13 +145,14 @@ def _launch_top(
     }
     stride = logits.stride(0)
     kernel.top_runs_kernel[chunks, rows](
-        logits, temperature, seeds, positions, names, keys, largest, sums, vocab, stride,
+        logits, temperature, seeds, positions, names, keys, groups, largest, sums, vocab, stride,
         RUNS=chunk // run, num_warps=warps, **options,
     )  # fmt: skip
     kernel.merge_kernel[(rows,)](
-        logits, temperature, seeds, positions, names, keys, largest, sums, listing, found,
-        log_probs, tokens, *(chosen or (None, None)), vocab, stride, runs, chunks, k,
-        MOST=most, RUNS=next_power_of_2(runs), CHUNKS=next_power_of_2(chunks),
+        logits, temperature, seeds, positions, names, keys, groups, largest, sums,
+        listing, found, found_tokens, log_probs, tokens, *(chosen or (None, None)),
+        vocab, stride, runs, chunks, k,
+        MOST=most, GROUPS=next_power_of_2(runs // GROUP), CHUNKS=next_power_of_2(chunks),
         num_warps=merge_warps, **options,
     )  # fmt: skip
     return log_probs, tokens

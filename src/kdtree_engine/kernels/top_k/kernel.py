@@ -1,16 +1,18 @@
 """The K likeliest of each row: an exact choice in two launches.
 
-    top_runs_kernel  a chunk of a row a program: the largest value of each run of SUB tokens, the
-                     chunk's largest, and the sum of exp(value - largest)
+    top_runs_kernel  a chunk of a row a program: the largest value of each run of SUB tokens, of
+                     each group of runs and of the chunk, and the sum of exp(value - largest)
     merge_kernel     a row a program: the K largest tokens, sorted; log-sum-exp; and, where asked
                      for, the log-probability of one more token
 
 A value is compared as the int32 that has its order (NaN highest, both zeros alike). The K largest
-tokens lie in the K runs with the largest values, so a few runs are picked, then a few of their
-tokens, and those are ranked. Picking needs no sort: a level that between K and MOST of the keys
-reach is found by halving its range, a count a step. Where so many keys are equal that there is no
-such level, those above it and the first of the equal ones are picked, in token order, so equal
-values go to the smaller token. A prefix sum gives each picked element its place.
+tokens lie in the K groups with the largest values, and there in the K runs; so a few groups are
+picked, then a few of their runs, then a few of their tokens, and those are ranked. One program does
+this for a row, so the fewer keys a choice is made among, the better. Picking needs no sort: a level
+that between K and MOST of the keys reach is found by halving its range, a count a step. Where so
+many keys are equal that there is no such level, those above it and the first of the equal ones are
+picked, in token order, so equal values go to the smaller token. A prefix sum gives each picked
+element its place.
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ def _value(key):
 
 
 @triton.jit
-def _level(key, K, MOST: tl.constexpr, guess):
-    """A level that K..MOST of the keys [n] reach, else the K-th largest key; K <= n, `guess` first.
+def _level(key, K, MOST: tl.constexpr, guess, highest):
+    """A level that K..MOST of the keys [n] reach, else the K-th largest key; and how many reach it.
 
-    No key is LOWEST, save those that do not count.
+    K <= n; no key is over `highest`, and none LOWEST, save those that do not count. `guess` first.
     """
     low = tl.full((), LOWEST, tl.int32)  # reached by K or more
-    high = tl.max(key, 0).to(tl.int64) + 1  # reached by fewer than K
+    high = highest.to(tl.int64) + 1  # reached by fewer than K
     reached = tl.full((), HIGHEST, tl.int32)
     trial = guess
     while (reached > MOST) & (high - low > 1):
@@ -55,26 +57,42 @@ def _level(key, K, MOST: tl.constexpr, guess):
         low = tl.where(enough, trial, low)
         high = tl.where(enough, high, trial.to(tl.int64))
         trial = (low + (high - low) // 2).to(tl.int32)
-    return low
+    return low, reached
 
 
 @triton.jit
-def _places(key, level, MOST: tl.constexpr):
-    """Place of each key [n], n < 2^15, above the level, and of the first equal ones; -1 elsewhere.
+def _places(key, level, reached, MOST: tl.constexpr):
+    """Place of each of the `reached` keys [n], n < 2^15, that reach the level; -1 elsewhere.
 
-    Fewer than MOST keys are above the level, or all that reach it are at most MOST.
+    Where they are more than MOST, of those that equal the level only the first have one.
     """
-    above, equal = key > level, key == level
-    room = MOST - tl.sum(above.to(tl.int32), 0)
-    seen = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
-    place = (seen & 0xFFFF) + tl.minimum(seen >> 16, room) - 1
-    return tl.where(above | (equal & ((seen >> 16) <= room)), place, -1)
+    if reached <= MOST:
+        here = key >= level
+        place = tl.where(here, tl.cumsum(here.to(tl.int32), 0) - 1, -1)
+    else:
+        above, equal = key > level, key == level
+        room = MOST - tl.sum(above.to(tl.int32), 0)
+        seen = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
+        place = (seen & 0xFFFF) + tl.minimum(seen >> 16, room) - 1
+        place = tl.where(above | (equal & ((seen >> 16) <= room)), place, -1)
+    return place
+
+
+@triton.jit
+def _draw_of(temperature, seeds, positions, row, HOT: tl.constexpr):
+    """Temperature, seed and position of a row; 0 where none are given."""
+    heat = tl.full((), 0.0, tl.float32)
+    seed, position = row * 0, row * 0
+    if HOT:
+        heat = tl.load(temperature + row)
+        seed, position = tl.load(seeds + row), tl.load(positions + row)
+    return heat, seed, position
 
 
 @triton.jit
 def _keys(
-    logits, row, token, blocks, vocab, stride, temperature, seeds, positions, names,
-    HOT: tl.constexpr, NAMED: tl.constexpr, FAST: tl.constexpr,
+    logits, row, token, blocks, vocab, stride, heat, seed, position, names,
+    NAMED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Values and keys of a row's tokens [a, b]; counter blocks [a, b / 4]. Both kernels' values
     have the same bits: no multiplication here feeds an addition of another operation.
@@ -82,15 +100,12 @@ def _keys(
     inside = (token >= 0) & (token < vocab)
     value = tl.load(logits + row * stride + token, mask=inside, other=float("-inf"))
     value = value.to(tl.float32)
-    if HOT:
-        heat = tl.load(temperature + row)
-        if heat > 0:
-            seed, position = tl.load(seeds + row), tl.load(positions + row)
-            if NAMED:
-                word = word_of(seed, position, tl.load(names + token, mask=inside, other=0))
-            else:
-                word = random_words(seed, position, blocks)
-            value = perturbed(value / heat, word, FAST)
+    if heat > 0:
+        if NAMED:
+            word = word_of(seed, position, tl.load(names + token, mask=inside, other=0))
+        else:
+            word = random_words(seed, position, blocks)
+        value = perturbed(value / heat, word, FAST)
     return value, tl.where(inside, _key(value), LOWEST)
 
 
@@ -101,12 +116,14 @@ def top_runs_kernel(
     seeds,  # [R] int64
     positions,  # [R] int64
     names,  # [vocab] int64, where NAMED: the token of each column
-    keys,  # [R, chunks x RUNS] int32, from here on outputs
-    largest,  # [R, chunks] float32
+    keys,  # [R, chunks x RUNS] int32, from here on outputs: the runs' largest
+    groups,  # [R, chunks x RUNS / GROUP] int32, the groups'
+    largest,  # [R, chunks] float32, NaN where there is one
     sums,  # [R, chunks] float32
     vocab,
     stride,
     RUNS: tl.constexpr,
+    GROUP: tl.constexpr,
     SUB: tl.constexpr,
     HOT: tl.constexpr,
     NAMED: tl.constexpr,
@@ -119,23 +136,16 @@ def top_runs_kernel(
     run = chunk * RUNS + tl.arange(0, RUNS)
     token = run[:, None] * SUB + tl.arange(0, SUB)[None, :]
     blocks = run[:, None] * (SUB // 4) + tl.arange(0, SUB // 4)[None, :]
+    heat, seed, position = _draw_of(temperature, seeds, positions, row, HOT)
     value, key = _keys(
-        logits,
-        row,
-        token,
-        blocks,
-        vocab,
-        stride,
-        temperature,
-        seeds,
-        positions,
-        names,
-        HOT,
-        NAMED,
-        FAST,
+        logits, row, token, blocks, vocab, stride, heat, seed, position, names, NAMED, FAST
     )
-    tl.store(keys + row * chunks * RUNS + run, tl.max(key, 1))
-    top = tl.max(tl.max(value, 1), 0)
+    key = tl.max(key, 1)
+    tl.store(keys + row * chunks * RUNS + run, key)
+    key = tl.max(tl.reshape(key, [RUNS // GROUP, GROUP]), 1)
+    group = chunk * (RUNS // GROUP) + tl.arange(0, RUNS // GROUP)
+    tl.store(groups + row * chunks * (RUNS // GROUP) + group, key)
+    top = _value(tl.max(key, 0))
     safe = tl.where(top == float("-inf"), 0.0, top)
     tl.store(largest + row * chunks + chunk, top)
     tl.store(sums + row * chunks + chunk, tl.sum(tl.sum(tl.exp(value - safe), 1), 0))
@@ -149,10 +159,12 @@ def merge_kernel(
     positions,
     names,
     keys,  # [R, runs] int32
+    groups,  # [R, runs / GROUP] int32
     largest,  # [R, chunks] float32
     sums,  # [R, chunks] float32
     listing,  # [R, MOST] int32, scratch
-    found,  # [R, MOST] int64, scratch
+    found,  # [R, MOST] int32, scratch
+    found_tokens,  # [R, MOST] int32, scratch
     log_probs,  # [R, K] float32, outputs
     tokens,  # [R, K] int64
     chosen,  # [R] int64 or None: tokens whose log-probabilities are wanted too
@@ -163,8 +175,9 @@ def merge_kernel(
     chunks,
     K,
     MOST: tl.constexpr,  # a power of two from 2 K on
-    RUNS: tl.constexpr,  # powers of two from runs and chunks on
+    GROUPS: tl.constexpr,  # powers of two from the numbers of groups and chunks on
     CHUNKS: tl.constexpr,
+    GROUP: tl.constexpr,  # runs a group
     SUB: tl.constexpr,
     HOT: tl.constexpr,
     NAMED: tl.constexpr,
@@ -174,11 +187,13 @@ def merge_kernel(
     """Grid (R)."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    run, part = tl.arange(0, RUNS), tl.arange(0, CHUNKS)
-    key = tl.load(keys + row * runs + run, mask=run < runs, other=LOWEST)
+    group, part = tl.arange(0, GROUPS), tl.arange(0, CHUNKS)
+    key = tl.load(groups + row * (runs // GROUP) + group, mask=group < runs // GROUP, other=LOWEST)
     tops = tl.load(largest + row * chunks + part, mask=part < chunks, other=float("-inf"))
     parts = tl.load(sums + row * chunks + part, mask=part < chunks, other=0.0)
-    top = tl.max(tops, 0)
+    heat, seed, position = _draw_of(temperature, seeds, positions, row, HOT)
+    highest = tl.max(_key(tops), 0)
+    top = _value(highest)
     safe = tl.where(top == float("-inf"), 0.0, top)
     scaled = tl.where(tops == float("-inf"), 0.0, tl.exp(tops - safe))
     total = safe + tl.log(tl.sum(parts * scaled, 0))
@@ -189,50 +204,47 @@ def merge_kernel(
         # by way of the key, as below: the same bits where the token is among the K
         tl.store(chosen_log_probs + row, _value(_key(value.to(tl.float32))) - total)
 
-    # a run beyond the vocabulary has LOWEST and is not taken, unless all are: it does no harm
+    # a group or run beyond the vocabulary has LOWEST and is not taken
     listing, found = listing + row * MOST, found + row * MOST
-    # as many runs as chunks reach the least of the chunks' largest values: a good first guess
-    least = _key(tl.min(tl.where(part < chunks, tops, float("inf")), 0))
-    level = _level(key, tl.minimum(K, tl.cdiv(vocab, SUB)), MOST, least)
-    place = _places(key, level, MOST)
+    found_tokens += row * MOST
+    # as many groups as chunks reach the least of the chunks' largest values: a good first guess
+    least = tl.min(tl.where(part < chunks, _key(tops), HIGHEST), 0)
+    level, reached = _level(key, tl.minimum(K, tl.cdiv(vocab, SUB * GROUP)), MOST, least, highest)
+    place = _places(key, level, reached, MOST)
+    tl.store(found + place, group, mask=place >= 0)
+    tl.debug_barrier()  # all are written
     mine = tl.arange(0, MOST)
-    taken = tl.sum((place >= 0).to(tl.int32), 0)
+    group = tl.load(found + mine, mask=mine < reached, other=-1)
+
+    run = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    key = tl.load(keys + row * runs + run, mask=run >= 0, other=LOWEST)
+    key, run = tl.reshape(key, [MOST * GROUP]), tl.reshape(run, [MOST * GROUP])
+    level, reached = _level(key, tl.minimum(K, tl.cdiv(vocab, SUB)), MOST, level, highest)
+    place = _places(key, level, reached, MOST)
     tl.store(listing + place, run, mask=place >= 0)
     tl.debug_barrier()  # all are written
-    run = tl.load(listing + mine, mask=mine < taken, other=-1)
+    run = tl.load(listing + mine, mask=mine < reached, other=-1)
 
     token = run[:, None] * SUB + tl.arange(0, SUB)[None, :]
     blocks = run[:, None] * (SUB // 4) + tl.arange(0, SUB // 4)[None, :]
     _, key = _keys(
-        logits,
-        row,
-        token,
-        blocks,
-        vocab,
-        stride,
-        temperature,
-        seeds,
-        positions,
-        names,
-        HOT,
-        NAMED,
-        FAST,
+        logits, row, token, blocks, vocab, stride, heat, seed, position, names, NAMED, FAST
     )
     key = tl.reshape(key, [MOST * SUB])
-    place = _places(key, _level(key, K, MOST, level), MOST)
-    taken = tl.sum((place >= 0).to(tl.int32), 0)
-    # of equal keys the smaller token has the larger word
-    packed = (key.to(tl.int64) << 32) | (tl.reshape(token, [MOST * SUB]) ^ HIGHEST).to(tl.int64)
-    tl.store(found + place, packed, mask=place >= 0)
+    level, reached = _level(key, K, MOST, level, highest)
+    place = _places(key, level, reached, MOST)
+    tl.store(found + place, key, mask=place >= 0)
+    tl.store(found_tokens + place, tl.reshape(token, [MOST * SUB]), mask=place >= 0)
     tl.debug_barrier()  # all are written
-    one = tl.load(found + mine, mask=mine < taken, other=0)
-    rival = tl.arange(0, MOST)[None, :]
-    other = tl.load(found + rival, mask=rival < taken, other=0)
-    ahead = (other > one[:, None]) & (rival < taken)
-    rank = tl.sum(ahead.to(tl.int32), 1)
-    kept = (mine < taken) & (rank < K)
-    tl.store(log_probs + row * K + rank, _value((one >> 32).to(tl.int32)) - total, mask=kept)
-    column = (one & 0xFFFFFFFF) ^ HIGHEST
+    listed = mine < reached
+    one = tl.load(found + mine, mask=listed, other=LOWEST)
+    other, rival = one[:, None], mine[:, None]
+    # places rise with tokens, so of equal keys the smaller token has the smaller place
+    ahead = (other > one[None, :]) | ((other == one[None, :]) & (rival < mine[None, :]))
+    rank = tl.sum(ahead.to(tl.int32), 0)
+    kept = listed & (rank < K)
+    tl.store(log_probs + row * K + rank, _value(one) - total, mask=kept)
+    column = tl.load(found_tokens + mine, mask=listed, other=0).to(tl.int64)
     if NAMED:
         column = tl.load(names + column, mask=kept, other=0)
     tl.store(tokens + row * K + rank, column, mask=kept)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kdtree_engine.kernels.launch import has_kernel, launch_options
+from kdtree_engine.kernels.gumbel import NoiseBounds, NoiseWanted, noise_bounds
+from kdtree_engine.kernels.launch import has_kernel, launch_options, multiprocessors
 from kdtree_engine.kernels.tree_build import reference
 from kdtree_engine.kernels.tree_mask import MAX_ROWS, tree_mask
 
 MAX_DEPTHS = 64
 MAX_RANKS = 64
+
+HELPERS = 3
+"""Warps a multiprocessor that draw noise beside one tree: with the tree's, one a scheduler."""
+
+MOST_HELPERS = 12
 
 
 class BuiltTrees(NamedTuple):
@@ -53,11 +59,14 @@ class TreeRows(NamedTuple):
 
 
 class PlannedTrees(NamedTuple):
-    """Trees, their ancestor bits [R, N] int64 (as in kernels/tree_mask), and their rows."""
+    """Trees, their ancestor bits [R, N] int64 (as in kernels/tree_mask), their rows, and bounds of
+    the noise of the tokens after the contexts: where wanted, and where operators run as kernels.
+    """
 
     trees: BuiltTrees
     ancestors: Tensor
     rows: TreeRows
+    noise: NoiseBounds | None
 
 
 def tree_build(
@@ -94,22 +103,26 @@ def plan_trees(
     depth_limit: Tensor | None = None,
     node_limit: Tensor | None = None,
     chain: bool = False,
+    noise: NoiseWanted | None = None,
 ) -> PlannedTrees:
-    """tree_build, tree_mask and the step's rows at once, budget <= 63; one launch on CUDA."""
+    """tree_build, tree_mask, the step's rows and noise_bounds at once, budget <= 63; one launch on
+    CUDA: a tree keeps one warp busy, and the noise the rest of the device.
+    """
     _check(log_probs, tokens, budget, depth_limit, node_limit)
     assert budget < MAX_ROWS, f"a budget of {budget} nodes does not fit in a 64-bit word"
     requests = len(log_probs)
     for value, dtype in zip(places, (torch.int64, torch.int32, torch.int64), strict=True):
         assert value.shape == (requests,) and value.dtype == dtype, f"{value.shape} {value.dtype}"
     if has_kernel(log_probs) and _fits(log_probs, budget):
-        trees, ancestors, rows = _launch_tree(
-            log_probs, tokens, budget, depth_limit, node_limit, chain, places, max_positions
+        trees, ancestors, rows, bounds = _launch_tree(
+            log_probs, tokens, budget, depth_limit, node_limit, chain, places, max_positions, noise
         )
         assert rows is not None
-        return PlannedTrees(trees, ancestors, rows)
+        return PlannedTrees(trees, ancestors, rows, bounds)
     trees = tree_build(log_probs, tokens, budget, depth_limit, node_limit, chain)
     rows = TreeRows(*reference.tree_rows(trees.tokens, trees.depths, *places, max_positions))
-    return PlannedTrees(trees, tree_mask(trees.parents), rows)
+    bounds = None if noise is None else noise_bounds(noise, places.contexts)
+    return PlannedTrees(trees, tree_mask(trees.parents), rows, bounds)
 
 
 def _check(
@@ -134,6 +147,14 @@ def _fits(log_probs: Tensor, budget: int) -> bool:
     return fits and log_probs.dtype == torch.float32
 
 
+def _bounds(noise: NoiseWanted, places: TreePlaces) -> tuple[NoiseBounds, tuple[Any, ...]]:
+    """Bounds to be filled, and the kernel's arguments that say so."""
+    requests, sizes = len(places.contexts), (noise.depths, noise.vocab)
+    given = noise.seeds.contiguous(), noise.temperature.contiguous()
+    values = torch.empty(requests, *sizes, dtype=torch.float16, device=noise.seeds.device)
+    return NoiseBounds(values, places.contexts), (*given, values, requests, *sizes)
+
+
 def _launch_tree(
     log_probs: Tensor,
     tokens: Tensor,
@@ -143,7 +164,10 @@ def _launch_tree(
     chain: bool = False,
     places: TreePlaces | None = None,
     max_positions: int = 1,
-) -> tuple[BuiltTrees, Tensor, TreeRows | None]:
+    noise: NoiseWanted | None = None,
+    helpers: int = HELPERS,
+) -> tuple[BuiltTrees, Tensor, TreeRows | None, NoiseBounds | None]:
+    """The operator by one kernel. helpers: programs a multiprocessor that draw noise, a tree."""
     from triton import next_power_of_2
 
     from kdtree_engine.kernels.tree_build.kernel import tree_kernel
@@ -158,8 +182,14 @@ def _launch_tree(
     trees = BuiltTrees(empty(), empty(), empty(), empty(torch.float64), nodes)
     ancestors = empty()
     rows = None if places is None else TreeRows(empty(), empty(), empty())
+    bounds, helping = None, 0
+    drawn: tuple[Any, ...] = (None, None, None, requests, 0, 0)
+    if noise is not None:
+        assert places is not None
+        bounds, drawn = _bounds(noise, places)
+        helping = multiprocessors(tokens.device) * min(helpers * requests, MOST_HELPERS)
     if requests:
-        tree_kernel[(requests,)](
+        tree_kernel[(requests + helping,)](
             log_probs,
             tokens,
             torch.empty_like(log_probs),
@@ -170,6 +200,7 @@ def _launch_tree(
             ancestors,
             *(places or (None, None, None)),
             *(rows or (None, None, None)),
+            *drawn,
             depths,
             ranks,
             min(ranks, budget, 1 if chain else budget),
@@ -178,10 +209,12 @@ def _launch_tree(
             HP=next_power_of_2(max(depths, 1)),
             KP=next_power_of_2(max(ranks, 1)),
             NP=next_power_of_2(budget + 1),
+            BLOCK=128,
+            FAST=tokens.device.type != "cpu",
             num_warps=1,
             **launch_options(tokens),
         )
-    return trees, ancestors, rows
+    return trees, ancestors, rows, bounds
 
 
 __all__ = ["BuiltTrees", "PlannedTrees", "TreePlaces", "TreeRows", "plan_trees", "tree_build"]

@@ -1,4 +1,5 @@
-"""Best-first draft trees, ancestor bits and the step's rows, one warp a request.
+"""Best-first draft trees, ancestor bits and the step's rows, one warp a request; beside them, on
+multiprocessors that would idle, bounds of the noise that sampling will read.
 
     log_probs, tokens [R, H, K]  ->  tokens, parents, depths, scores, bits [R, N], N = budget + 1
 
@@ -17,6 +18,12 @@ compared, and H is bounded only by the width of a field.
 A float64 score is compared as two int32 halves of its order-preserving integer, since a warp's
 maximum of int32 is one instruction (redux.sync). Additions are the reference's, in its order. What
 the loop reads, the check of the order has brought near.
+
+A step is one warp's latency, so few things wait for one another. A slot holds, beside its
+candidate, what popping that brings: its next sibling and its first child. So the new frontier is
+known with the winner, and what its two new candidates will bring (loads and additions) is worked
+out beside the search for the next winner. Mostly one slot alone has the largest upper half; only
+where several have it, lower halves and places are compared.
 """
 
 from __future__ import annotations
@@ -24,6 +31,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kdtree_engine.kernels.gumbel.kernel import store_bounds
 from kdtree_engine.kernels.prologue import begin
 
 LOWEST = tl.constexpr(-2147483648)  # high half of an empty slot; no finite score has it
@@ -32,9 +40,9 @@ HIGHEST = tl.constexpr(2147483647)
 
 @triton.jit
 def _order(score):
-    """int64 in the order of float64 scores; both zeros are 0."""
+    """int64 in the order of float64 scores, none of which is -0."""
     bits = score.to(tl.int64, bitcast=True)
-    return tl.where(score == 0.0, 0, bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF))
+    return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
 
 
 @triton.jit
@@ -61,6 +69,26 @@ def _finite(value):
 
 
 @triton.jit
+def _halves(score):
+    """Both halves of a candidate's score; an empty slot's, where it is not finite."""
+    order = score.to(tl.int64, bitcast=True)
+    finite = ((order >> 52) & 0x7FF) != 0x7FF
+    return tl.where(finite, _high(score), LOWEST), _low(score)
+
+
+@triton.jit
+def _put(mask, score, high, low):
+    """The slots' halves; where `mask`, those of a score."""
+    new_high, new_low = _halves(score)
+    return tl.where(mask, new_high, high), tl.where(mask, new_low, low)
+
+
+@triton.jit
+def _largest(mask, word):
+    return tl.max(tl.where(mask, word, LOWEST), 0)
+
+
+@triton.jit
 def _disordered(values, H, K, HP: tl.constexpr, KP: tl.constexpr):
     """Whether some row has a finite candidate after a smaller or a non-finite one."""
     depth, rank = tl.arange(0, HP)[:, None], tl.arange(0, KP)[None, :]
@@ -68,7 +96,7 @@ def _disordered(values, H, K, HP: tl.constexpr, KP: tl.constexpr):
     here = tl.load(values + depth * K + rank, mask=inside, other=0.0)
     after = tl.load(values + depth * K + rank + 1, mask=inside, other=float("-inf"))
     wrong = _finite(after) & ((after > here) | (here != here) | (here == float("inf")))
-    return tl.max(tl.max(wrong.to(tl.int32), 1), 0) > 0
+    return tl.max(tl.max(wrong.to(tl.int32), 0), 0) > 0
 
 
 @triton.jit
@@ -91,6 +119,24 @@ def _sort(values, names, to_values, to_names, H, K, KP: tl.constexpr):
 
 
 @triton.jit
+def _noise(
+    noise, seeds, contexts, temperature, piece, requests, reach, vocab, BLOCK: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """A helper's share of the bounds: pieces of 4 BLOCK tokens of one row, from `piece` on."""
+    pieces = tl.cdiv(vocab, 4 * BLOCK)
+    while piece < requests * reach * pieces:
+        line = piece // pieces
+        request = line // reach
+        if tl.load(temperature + request) > 0:
+            position = tl.load(contexts + request).to(tl.int64) + 1 + line % reach
+            out = noise + line.to(tl.int64) * vocab
+            first = piece % pieces * BLOCK
+            store_bounds(tl.load(seeds + request), position, first, out, vocab, BLOCK, FAST)
+        piece += tl.num_programs(0) - requests
+
+
+@triton.jit
 def tree_kernel(
     log_probs,  # [R, H, K] float32
     tokens,  # [R, H, K] int64
@@ -110,6 +156,12 @@ def tree_kernel(
     step_tokens,  # [R, N] int64
     positions,  # [R, N] int64
     slots,  # [R, N] int64
+    seeds,  # [R] int64 or None; with it the next two
+    temperature,  # [R] float32
+    noise,  # [R, reach, vocab] float16: see bounds_kernel in kernels/gumbel
+    requests,
+    reach,
+    vocab,
     H,
     K,
     width,  # ranks that may be used: min(K, budget), 1 for a chain
@@ -118,85 +170,118 @@ def tree_kernel(
     HP: tl.constexpr,  # powers of two from H, K and N
     KP: tl.constexpr,
     NP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One request."""
+    """Grid (R + helpers): a request a program, then the helpers, where there is noise to bound."""
     begin(PDL)
+    if seeds is not None:
+        helper = tl.program_id(0) - requests
+        if helper >= 0:
+            _noise(noise, seeds, contexts, temperature, helper, requests, reach, vocab, BLOCK, FAST)
+            return
     request = tl.program_id(0).to(tl.int64)
     values, names = log_probs + request * H * K, tokens + request * H * K
-    if _disordered(values, H, K, HP, KP):
-        to_values, to_names = sorted_values + request * H * K, sorted_names + request * H * K
-        _sort(values, names, to_values, to_names, H, K, KP)
-        tl.debug_barrier()
-        values, names = to_values, to_names
     deepest, most = request * 0 + H, request * 0 + budget  # int64, whatever the specialisation
     if depth_limit is not None:
         deepest = tl.minimum(deepest, tl.load(depth_limit + request))
     if node_limit is not None:
         most = tl.minimum(most, tl.load(node_limit + request))
+    if roots is not None:  # read here, so that one wait covers all
+        root = tl.load(roots + request)
+        context = tl.load(contexts + request).to(tl.int64)
+        first_slot = tl.load(scratch + request)
+    deepest, most = tl.maximum(deepest, 0).to(tl.int32), tl.maximum(most, 0).to(tl.int32)
+    if _disordered(values, H, K, HP, KP):
+        to_values, to_names = sorted_values + request * H * K, sorted_names + request * H * K
+        _sort(values, names, to_values, to_names, H, K, KP)
+        tl.debug_barrier()
+        values, names = to_values, to_names
 
     row = tl.arange(0, NP)
-    first = tl.load(values, mask=(deepest > 0) & (width > 0), other=float("-inf"))
-    start = tl.where(row == 0, first, float("-inf"))
-    high = tl.where(_finite(start), _high(start.to(tl.float64)), LOWEST)
-    low = _low(start.to(tl.float64))
+    none = float("-inf")
+    # The root has been popped: its score, and the numbers below it. No sum is -0, but of two -0.
+    score = tl.full([], 0.0, tl.float64)
+    old = tl.full([], none, tl.float32)
+    first, second = old, old
+    under = tl.load(values, mask=(deepest > 0) & (width > 0), other=none)
+    beside = tl.load(values + 1, mask=(deepest > 0) & (width > 1), other=none)
+    below = tl.load(values + K, mask=(deepest > 1) & (width > 0), other=none)
+    opening, opening_low = _halves(score + under.to(tl.float64))
+    # each slot's candidate, the sibling after it, its first child
+    high, low = tl.where(row == 0, opening, LOWEST), tl.where(row == 0, opening_low, LOWEST)
+    side_high, side_low = row * 0 + LOWEST, row * 0
+    down_high, down_low = row * 0 + LOWEST, row * 0
     # place << 19 | depth << 12 | rank << 6 | slot, of the slot's candidate
     about = tl.where(row == 0, 1 << 12, row)
-    from_of = tl.full([NP], -1, tl.int32)  # place of the row's candidate; its token is read last
-    parent_of, depth_of = tl.full([NP], -1, tl.int32), tl.zeros([NP], tl.int32)
-    score_of = tl.where(row == 0, 0.0, float("-inf")).to(tl.float64)
+    # of the rows made: `about` as it was, and the score's halves
+    about_of, high_of, low_of = row * 0 - 1, row * 0, row * 0
     # Ancestor bits in two words; int32 sums of a warp are one instruction, too.
     bits_low = tl.where(row < 32, 1, 0) << (row & 31)
     bits_high = tl.where(row >= 32, 1, 0) << (row & 31)
 
-    made = 0  # rows made so far, the root aside
-    best = tl.max(high, 0)
-    while (made < most) & (best != LOWEST):
-        made += 1
-        leading = high == best
-        best_low = tl.max(tl.where(leading, low, LOWEST), 0)
-        winner = tl.min(tl.where(leading & (low == best_low), about, HIGHEST), 0)
-        slot, rank = winner & 63, (winner >> 6) & 63
-        depth, place = (winner >> 12) & 127, winner >> 19
-        candidate = (depth - 1) * K + rank
-        here = values + candidate
-        old = tl.load(here).to(tl.float64)
-        beside = tl.load(here + 1, mask=rank + 1 < width, other=float("-inf"))
-        below = tl.load(values + depth * K, mask=depth < deepest, other=float("-inf"))
-        score = _score(best, best_low)
-        sibling = score - old + beside.to(tl.float64)
-        child = score + below.to(tl.float64)
-
+    slot = most * 0 - 1
+    made = most * 0  # rows made so far, the root aside
+    most = tl.where(opening == LOWEST, 0, most)
+    while made < most:
+        best = tl.max(high, 0)
+        # what popping the two newest candidates will bring
+        sibling, child = score - old + first, score + under
         popped, fresh = row == slot, row == made
-        from_of = tl.where(fresh, candidate, from_of)
-        parent_of, depth_of = tl.where(fresh, slot, parent_of), tl.where(fresh, depth, depth_of)
-        score_of = tl.where(fresh, score, score_of)
+        side_high, side_low = _put(popped, sibling - first + second, side_high, side_low)
+        down_high, down_low = _put(popped, sibling + under, down_high, down_low)
+        side_high, side_low = _put(fresh, child - under + beside, side_high, side_low)
+        down_high, down_low = _put(fresh, child + below, down_high, down_low)
+
+        leading = high == best
+        best_low = _largest(leading, low)
+        winner = tl.min(tl.where(leading, about, HIGHEST), 0)
+        made += 1
+        if winner != tl.max(tl.where(leading, about, -1), 0):  # several lead
+            winner = tl.min(tl.where(leading & (low == best_low), about, HIGHEST), 0)
+            if best == LOWEST:  # all slots are empty: no row is made, and the loop ends
+                made, winner = made * 0 + NP, winner * 0 + (1 << 12)
+        slot, rank, depth = winner & 63, (winner >> 6) & 63, (winner >> 12) & 127
+        here, beneath = values + ((depth - 1) * K + rank), values + depth * K
+        old = tl.load(here)
+        first = tl.load(here + 1, mask=rank + 1 < width, other=none)
+        second = tl.load(here + 2, mask=rank + 2 < width, other=none)
+        under = tl.load(beneath, mask=depth < deepest, other=none)
+        beside = tl.load(beneath + 1, mask=(depth < deepest) & (width > 1), other=none)
+        below = tl.load(beneath + K, mask=depth + 1 < deepest, other=none)
+
+        popped, fresh = about == winner, row == made
+        child_high, child_low = _largest(popped, down_high), _largest(popped, down_low)
+        high = tl.where(popped, side_high, tl.where(fresh, child_high, high))
+        low = tl.where(popped, side_low, tl.where(fresh, child_low, low))
+        score = _score(best, best_low)
+        about_of = tl.where(fresh, winner, about_of)
+        high_of, low_of = tl.where(fresh, best, high_of), tl.where(fresh, best_low, low_of)
         bits_low |= tl.where(fresh, tl.sum(tl.where(popped, bits_low, 0), 0), 0)
         bits_high |= tl.where(fresh, tl.sum(tl.where(popped, bits_high, 0), 0), 0)
+        about += tl.where(popped, 1 << 6, 0) + tl.where((about >> 19) >= (winner >> 19), 1 << 19, 0)
+        opened = (winner & ~0x7FFFF) | ((depth + 1) << 12) | made
+        about = tl.where(fresh, opened, about)
 
-        high = tl.where(popped, tl.where(_finite(beside), _high(sibling), LOWEST), high)
-        low = tl.where(popped, _low(sibling), low)
-        high = tl.where(fresh, tl.where(_finite(below), _high(child), LOWEST), high)
-        low = tl.where(fresh, _low(child), low)
-        about += tl.where(popped, 1 << 6, 0) + tl.where((about >> 19) >= place, 1 << 19, 0)
-        about = tl.where(fresh, (place << 19) | ((depth + 1) << 12) | made, about)
-        best = tl.max(high, 0)
-
+    node = about_of >= 0
+    depth_of = tl.where(node, (about_of >> 12) & 127, 0)
+    from_of = (depth_of - 1) * K + ((about_of >> 6) & 63)
+    score_of = tl.where(row == 0, 0.0, none).to(tl.float64)
+    score_of = tl.where(node, _score(high_of, low_of), score_of)
     rows = budget + 1
     out, kept = request * rows + row, row < rows
-    tl.store(nodes + request, made.to(tl.int64))
-    name_of = tl.load(names + from_of, mask=from_of >= 0, other=-1)
+    tl.store(nodes + request, tl.sum(node.to(tl.int32), 0).to(tl.int64))
+    name_of = tl.load(names + from_of, mask=node, other=-1)
     tl.store(row_tokens + out, name_of, mask=kept)
-    tl.store(parents + out, parent_of.to(tl.int64), mask=kept)
+    tl.store(parents + out, tl.where(node, about_of & 63, -1).to(tl.int64), mask=kept)
     tl.store(depths + out, depth_of.to(tl.int64), mask=kept)
     tl.store(scores + out, score_of, mask=kept)
     whole = (bits_high.to(tl.int64) << 32) | (bits_low.to(tl.int64) & 0xFFFFFFFF)
     tl.store(bits + out, whole, mask=kept)
     if roots is not None:
-        root = tl.load(roots + request)
-        context = tl.load(contexts + request).to(tl.int64)
         step_token = tl.where(row == 0, root, tl.maximum(name_of, 0))
         tl.store(step_tokens + out, step_token, mask=kept)
         position = tl.minimum(context + depth_of, last_position)
         tl.store(positions + out, position, mask=kept)
-        tl.store(slots + out, tl.load(scratch + request) + row, mask=kept)
+        tl.store(slots + out, first_slot + row, mask=kept)
