@@ -46,6 +46,7 @@ def test_one_graph_for_every_context_and_every_repeat(drafts: bool) -> None:
     roots, blocks = brooms(8, 8, config.vocab_size)
     one = decoding(target, pool, 8, roots, blocks, 0.6, drafter)
     one.stand(100)
+    one.engine.runner.keep_logits = True
     replay = one.captured()
     [graph] = one.engine.runner._graphs.values()
     places = torch.arange(8, device=CUDA)
@@ -85,6 +86,7 @@ def test_free_choices_compute_the_same_values() -> None:
             with free.free_of_contract(choices, matrices):
                 other = decoding(target, pool, rows, *draft)
                 other.stand(2000)
+                other.engine.runner.keep_logits = True
                 replay = other.captured()
             other.reset()
             replay()

@@ -202,7 +202,8 @@ class Runner:
         return captured.out
 
     def _graph_of(self, key: _Key, like: DraftBlocks | None) -> _Captured:
-        if key not in self._graphs:
+        known = self._graphs.get(key)
+        if known is None or (self.keep_logits and known.out.logits is None):
             with progress("capturing a graph", 1) as meter:
                 self._graphs[key] = self._capture(key, like)
                 meter.advance(1)

@@ -171,7 +171,13 @@ def add_tile(
     weight = tl.exp2(power).to(value.dtype)
     shrink = tl.exp2(m - top)
     ones = tl.full([TILE, ONES], 1.0, value.dtype)
-    n = product(weight, ones, n * shrink[:, None], PRECISE)
+    kept = n * shrink[:, None]
+    if PRECISE:
+        # Without an MMA the product with ones begins with an addition, which some kernels would
+        # fuse with this multiplication, and others not.
+        shape: tl.constexpr = n.shape
+        kept = tl.fma(n, tl.broadcast_to(shrink[:, None], shape), tl.zeros(shape, tl.float32))
+    n = product(weight, ones, kept, PRECISE)
     a = product(weight, value, a * shrink[:, None], PRECISE)
     return top, n, a
 

@@ -86,14 +86,14 @@ def token_log_probs(logits: Tensor, chosen: Tensor, k: int = LOG_PROBS) -> Token
     return TokenLogProbs(*reference.token_log_probs(logits, chosen, k))
 
 
-def _launch_log_probs(logits: Tensor, chosen: Tensor, k: int, chunk: int = 2048) -> TokenLogProbs:
+def _launch_log_probs(logits: Tensor, chosen: Tensor, k: int) -> TokenLogProbs:
     # The order of a sum may follow what Triton knows of the rows' alignment: so rows lie side by
     # side, and a part of a tensor that begins elsewhere is copied.
     if not (logits.is_contiguous() and logits.data_ptr() % 16 == 0):
         logits = logits.clone(memory_format=torch.contiguous_format)
     rows = logits.view(-1).view(logits.shape)  # a single row's stride could be anything
     picked = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
-    listed = _launch_top(rows, k, chunk=chunk, chosen=(chosen.contiguous(), picked))
+    listed = _launch_top(rows, k, chosen=(chosen.contiguous(), picked))
     return TokenLogProbs(picked, *listed)
 
 
