@@ -55,7 +55,7 @@ def run(
 ) -> Tensor:  # fmt: skip
     """One request: a causal run of `tokens`, or a tree of them. Unused memory is NaN."""
     rows, width = len(tokens), (context + len(tokens)) // TILE + 3
-    latents = torch.full((width + 2, TILE, keys.shape[1]), torch.nan, device="cuda").bfloat16()
+    latents = torch.full((width + 2, TILE, keys.shape[1]), torch.nan, device="cuda").to(keys.dtype)
     flat = latents.view(-1, keys.shape[1])
     make = torch.Generator().manual_seed(seed)
     order = torch.randperm(width + 1, generator=make).int().cuda()
@@ -102,10 +102,11 @@ def test_trees_runs_rows_and_cuts_agree(context: int, monkeypatch: pytest.Monkey
             assert torch.equal(tree[path], expected), (places, cut)
 
 
-@pytest.mark.parametrize("context", [300, 2040])
-def test_the_packaged_model(context: int) -> None:
-    """4 heads of 64 + 32."""
-    keys, queries = text(context + 64, 4, 96)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("context", [50, 100, 300, 2040])
+def test_the_packaged_model(context: int, dtype: torch.dtype) -> None:
+    """4 heads of 64 + 32. In float32 there is no MMA: nothing may be fused in one kernel only."""
+    keys, queries = (part.to(dtype) for part in text(context + 64, 4, 96))
     tokens = torch.arange(context, context + 16, device="cuda")
     expected = run(keys, queries, context, tokens, None, value_dim=64)
     scores = queries[context + 15].float() @ keys[: context + 16].float().T * SCALE
