@@ -63,9 +63,8 @@ PLACES = 5
 MOST_NEW = 64  # tokens of a request, so that each grows over a page border
 LEAST = 40  # their min_tokens, where they have stop tokens
 LEAVERS = 2  # requests that are cancelled
-# For even and odd seeds: pages besides those of the largest request at first, and when requests leave.
-# With few pages two run at once, and whoever leaves, the next two run out; with more, three
-# must stay.
+# For even and odd seeds: pages besides those of the largest request, and when requests leave. With
+# few pages two run at once, and whoever leaves, the next two run out; with more, three must stay.
 SPARE = (0, 2)
 LEAVING = ((0, 40), (30, 60))  # steps after they joined
 
@@ -188,7 +187,7 @@ def _engine(
     eager: bool,
     spare: int,
 ) -> Engine:
-    """With pages for the largest request and `spare` more. On a CPU captured steps are pretended."""
+    """With pages for the largest request and `spare` more. A CPU pretends its captured steps."""
     chain = case.nodes == "chain"
     most = max(pages_for(len(job.prompt) + job.params.max_tokens) for job in jobs)
     captured = case.runner == "captured" and not eager
