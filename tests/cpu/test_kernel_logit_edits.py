@@ -304,7 +304,7 @@ def test_settings_out_of_range_are_refused() -> None:
     check_edits(Edits(), VOCAB)
     check_edits(Edits(1.1, -2, 2, {0: -100, VOCAB - 1: 100}, [1], [[2], [1] * LENGTH], 9), VOCAB)
     wrong = {
-        "repetition_penalty 0.0 must be over 0": Edits(repetition=0.0),
+        "repetition_penalty 0.0 must be from 0.01": Edits(repetition=0.0),
         "repetition_penalty nan": Edits(repetition=float("nan")),
         "frequency_penalty 2.5": Edits(frequency=2.5),
         "presence_penalty nan": Edits(presence=float("nan")),

@@ -159,7 +159,7 @@ WRONG: list[tuple[type[KDTreeError], str, Callable[[LLM], object]]] = [
     (TokenizerError, "a 'function'", lambda llm: llm.chat([calling([{"id": "x"}])])),
     (TokenizerError, "content", lambda llm: llm.chat([{"role": "user", "content": 3}])),
     (TokenizerError, "image", lambda llm: llm.chat([image()])),
-    (OptionError, "tools must be a list", lambda llm: llm.chat([user("a")], tools=3)),
+    (TokenizerError, "tools must be a list", lambda llm: llm.chat([user("a")], tools=3)),
     (TokenizerError, "family 'x' is not", lambda llm: llm.chat([user("a")], family="x")),
     (OptionError, "family \\[\\] must", lambda llm: llm.chat([user("a")], family=[])),
     (OptionError, "must be SamplingParams", lambda llm: llm.chat([user("a")], {"seed": 1})),

@@ -294,7 +294,8 @@ class Interrupter:
         path = Path(frame.f_code.co_filename)
         if path.name not in INTERRUPTED or "kdtree_engine" not in path.parts:
             return None
-        if event == "line":
+        # Engine.step's own lines are the guard: before it nothing has changed.
+        if event == "line" and frame.f_code.co_name != "step":
             self.left -= 1
             if self.left < 0:
                 self.where = f"{path.name}:{frame.f_lineno}"
