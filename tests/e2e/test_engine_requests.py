@@ -383,3 +383,22 @@ def test_a_broken_request_s_pages_are_not_shared(call: str, folder: Path, poison
     out = run(llm, healthy, greedy(20))
     assert (out.error, out.token_ids) == (None, plain(folder, healthy, greedy(20)))
     assert run(llm, healthy, greedy(20)).stats.cached_tokens == 64  # a healthy one's are found
+
+
+def test_a_failed_admission_ends_its_own_request(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not stay at the head of the queue, where it would fail every step to come."""
+    llm = load(folder)
+    engine = llm.engine
+    bad = engine.add(prompt(5), greedy(3))
+    later = engine.add(prompt(6), greedy(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.state, "admit", lambda request: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    engine.check_integrity()
+    assert bad.finish_reason == "error"
+    while engine.has_work:
+        engine.step()
+    assert later.output_ids == plain(folder, prompt(6), greedy(3))
