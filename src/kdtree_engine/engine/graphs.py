@@ -8,10 +8,12 @@ record, and the logits where they are kept for tests, which each graph keeps to 
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +77,21 @@ class _Captured:
     places: Tensor
     blocks: DraftBlocks | None
     out: StepOutput
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect garbage now and not inside: a dead engine's graphs, freed while another is recorded,
+    would spoil the recording (CUDA: "operation failed due to a previous error during capture").
+    """
+    gc.collect()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Runner:
@@ -225,7 +242,9 @@ class Runner:
             decode_step(parts, places, rows, blocks, Stopwatch(), options)
         torch.cuda.current_stream(parts.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads may do with the device what they like, while this one records.
+        recording = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
+        with _no_collection(), recording:
             out = decode_step(parts, places, rows, blocks, Stopwatch(), options)
         log.info(
             "captured a step of %d requests with %d rows each in %.1f s",

@@ -44,9 +44,7 @@ class Edits:
 def check_penalties(repetition: float, frequency: float, presence: float) -> None:
     """Raise OptionError for a penalty out of range; 1, 0 and 0 are those that do nothing."""
     if not 0.01 <= repetition <= 10:
-        raise OptionError(
-            f"repetition_penalty {repetition} must be from 0.01 to 10; 1 is off"
-        )
+        raise OptionError(f"repetition_penalty {repetition} must be from 0.01 to 10; 1 is off")
     for name, value in (("frequency", frequency), ("presence", presence)):
         if not -2 <= value <= 2:
             raise OptionError(f"{name}_penalty {value} must be between -2 and 2; 0 is off")
