@@ -21,13 +21,17 @@ PAGES = 4096
 """Width of the page table, as an engine's for 262,144 positions: blocks that no key fills."""
 WIDE = Tiling(64, apart=True, ahead=True)
 # Few kernels, as each takes seconds to compile.
+ROLES = replace(WIDE, roles=True)
 FEW = (
+    replace(ROLES, fold_heads=2, fold_batch=16),
     Tiling(16, stages=3, fold_heads=2, fold_batch=16),
     replace(WIDE, fold_heads=2, fold_batch=16),
     replace(WIDE, fold_heads=2, fold_batch=16, short=16),
     replace(WIDE, fold_heads=8, fold_width=32, fold_batch=16),
 )
 MANY = (
+    ROLES,
+    replace(ROLES, fold_heads=8, fold_width=32, fold_batch=16),
     WIDE,
     replace(WIDE, fold_heads=2, fold_batch=16),
     replace(WIDE, fold_heads=8, fold_width=32, fold_batch=16),
@@ -87,7 +91,7 @@ def _check(problem: _Problem, cut: Tiling, expected: list[Tensor]) -> str | None
 
 def _name(cut: Tiling) -> str:
     width = f"{cut.columns} columns" + (f" short {cut.short}" if cut.short < cut.columns else "")
-    flags = "".join(f"{name} " for name in ("apart", "ahead") if getattr(cut, name))
+    flags = "".join(f"{name} " for name in ("roles", "apart", "ahead") if getattr(cut, name))
     return (
         f"{width} {cut.warps} warps {flags}{cut.stages} stages "
         f"fold {cut.fold_width} of {cut.fold_heads} x {cut.fold_batch} by {cut.fold_warps}"

@@ -18,6 +18,7 @@ KV, ROPE, HEADS, SCALE = 512, 64, 8, 0.14467963
 WIDTH = KV + ROPE
 # Every instance that a small device also holds; the wider ones are benches/ops/mla_attention.py's.
 CUTS = (Tiling(16), Tiling(16, fold_width=32, fold_batch=4, fold_warps=2))
+ROLES = Tiling(64, apart=True, ahead=True, roles=True)  # trees on Hopper, of K2.6's widths
 PARENTS = [-1, 0, 0, 1, 2, 2, 4, 6, 6, 8]
 
 
@@ -26,6 +27,7 @@ def cuts() -> tuple[Tiling, ...]:
         return CUTS
     return (
         *CUTS,
+        *([ROLES] if torch.cuda.get_device_capability() == (9, 0) else []),
         Tiling(16, stages=3, ahead=True),
         Tiling(32, stages=3),
         Tiling(64, apart=True, ahead=True),

@@ -31,6 +31,8 @@ class Tiling:
     whose context is short, where wide tiles would leave most of the device idle; the kernel reads
     the context. fold_width, fold_heads, fold_warps: value columns, heads and warps of a program of
     `combine`; fold_batch: blocks that it reads at once. zones: the blocks, not a free choice.
+    roles: a tree's blocks by warps with roles of their own (hopper.py); columns are 64 then, and
+    the fields up to `short` say how a causal run is cut.
     """
 
     columns: int
@@ -44,6 +46,7 @@ class Tiling:
     fold_heads: int = 16
     fold_warps: int = 4
     zones: Zones = ZONES
+    roles: bool = False
 
 
 def tiling(columns: int, small_memory: bool) -> Tiling:
@@ -148,28 +151,72 @@ def _launch(
     places = plan.slots.new_empty(0 if causal else rows, _OWN_KEYS)
 
     tiles = spans * -(-count * heads // cut.columns)
-    short = min(cut.short, cut.columns) if spans == 1 else cut.columns
+    short = min(cut.short, cut.columns) if spans == 1 and not cut.roles else cut.columns
     most = parts * -(-cut.columns // short)
     chunks, own = _programs(tiles, most, causal, multiprocessors(query.device))
     ancestors = plan.slots if table.ancestors is None else table.ancestors
     rounded = scale * math.log2(math.e)
     options = {"PRECISE": precise(query), **launch_options(query)}
-    kernel.partials[(tiles * chunks + own,)](
-        query, latents, plan.slots, table.contexts, table.pages, ancestors, values, high, mass,
-        scores, places, rounded, first, count, columns, pages, chunks, tiles * chunks,
-        HEADS=heads, KV=value_dim, ROPE=width - value_dim, V=max(16, _power(value_dim)),
-        E=max(16, _power(width - value_dim)), ZONES=cut.zones, CAUSAL=causal,
-        COLUMNS=cut.columns, STAGES=cut.stages, APART=cut.apart, AHEAD=cut.ahead,
-        PTX=query.device.type != "cpu" and not precise(query) and value_dim % 2 == 0,
-        SHORT=short, LIMIT=_SHORT_CONTEXT, ROWS=_rows_met(cut.columns, heads),
-        num_warps=cut.warps, **options,
-    )  # fmt: skip
+    if cut.roles and not causal:
+        _launch_roles(
+            query, latents, plan, values, high, mass, scores, places, rounded, chunks, own, cut
+        )
+    else:
+        kernel.partials[(tiles * chunks + own,)](
+            query, latents, plan.slots, table.contexts, table.pages, ancestors, values, high, mass,
+            scores, places, rounded, first, count, columns, pages, chunks, tiles * chunks,
+            HEADS=heads, KV=value_dim, ROPE=width - value_dim, V=max(16, _power(value_dim)),
+            E=max(16, _power(width - value_dim)), ZONES=cut.zones, CAUSAL=causal,
+            COLUMNS=cut.columns, STAGES=cut.stages, APART=cut.apart, AHEAD=cut.ahead,
+            PTX=query.device.type != "cpu" and not precise(query) and value_dim % 2 == 0,
+            SHORT=short, LIMIT=_SHORT_CONTEXT, ROWS=_rows_met(cut.columns, heads),
+            num_warps=cut.warps, **options,
+        )  # fmt: skip
     folded = min(cut.fold_heads, _power(heads))
     wide = min(cut.fold_width, max(16, _power(value_dim)))
     kernel.combine[(rows * -(-heads // folded), -(-value_dim // wide))](
         values, high, mass, scores, places, latents, out, table.contexts, rounded, first, count,
         columns, HEADS=heads, KV=value_dim, ROPE=width - value_dim, ZONES=cut.zones, CAUSAL=causal,
         FOLDED=folded, WIDTH=wide, BATCH=cut.fold_batch, num_warps=cut.fold_warps, **options,
+    )  # fmt: skip
+
+
+def _launch_roles(
+    query: Tensor,
+    latents: Tensor,
+    plan: TablePlan,
+    values: Tensor,
+    high: Tensor,
+    mass: Tensor,
+    scores: Tensor,
+    places: Tensor,
+    scale: float,
+    chunks: int,
+    own: int,
+    cut: Tiling,
+) -> None:
+    """The first launch of a pass over trees, on Hopper."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from kdtree_engine.kernels.mla_attention import hopper
+
+    rows, heads, width = query.shape
+    table, half = plan.spans, hopper.HALF.value
+    spans, pages = table.pages.shape
+    count, kv = rows // spans, hopper.KV.value
+    assert cut.columns == TILE and width == kv + hopper.ROPE.value == kv + TILE
+    assert query.dtype == torch.bfloat16 and values.shape[2] == kv
+    shared = spans * -(-count * heads // TILE) * chunks
+
+    def tiles_of(x: Tensor, columns: int) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(x, [TILE, columns], hopper.SWIZZLED.value)
+
+    keys, asked = latents.view(-1, width), query.view(-1, width)
+    hopper.partials[(shared + own,)](
+        tiles_of(keys, half), tiles_of(keys, TILE), tiles_of(asked, kv), tiles_of(asked, TILE),
+        latents, plan.slots, table.contexts, table.pages, table.ancestors, values, high, mass,
+        scores, places, scale, count, rows * heads, pages, chunks, shared, HEADS=heads,
+        ZONES=cut.zones, ROWS=_rows_met(TILE, heads), num_warps=4, **launch_options(query),
     )  # fmt: skip
 
 

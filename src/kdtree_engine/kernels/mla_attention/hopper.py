@@ -1,0 +1,349 @@
+"""The blocks of attention on Hopper (sm_90), in Gluon: warps with roles of their own.
+
+The sums are those of kernel.py, in its order, so with its bits: an MMA's accumulator does not know
+its tile, and what lies between the products is elementwise. Here it decides speed alone: in one
+program of kernel.py all warps score a tile, then all add its values, and the tensor cores wait for
+the softmax between. Here three groups of four warps share a tile of 64 columns:
+
+    score   s = q k; the weights go where the keys' rope part lay, which nobody needs any more; the
+            factors by which sums shrink beside them; keeps the maximum and the mass
+    value   two groups, 256 value columns each: a = a shrink + w v
+
+Keys come by the copy engine (TMA), two tiles deep. A value group copies its own columns of the tile
+after the next as soon as it has added a tile, the scoring group the rope part. Barriers, one per
+stage: `full` of each of the three parts, `ready` (weights), `empty` (used by both value groups).
+
+While the values of one tile are added, the next one is scored. For trees of bfloat16 rows over
+latents of 512 + 64 numbers; everything else goes through kernel.py. Keys lie in whole tiles, which
+are all written: nothing is masked.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kdtree_engine.kernels.mla_attention.kernel import block_at, block_of
+
+TILE = gl.constexpr(64)  # keys of a tile, and columns of a program
+KV = gl.constexpr(512)
+ROPE = gl.constexpr(64)
+HALF = gl.constexpr(256)  # value columns of a group
+ONES = gl.constexpr(16)  # columns of the product that adds up weights, all alike
+STAGES = gl.constexpr(2)
+TILE_BYTES = gl.constexpr(64 * (512 + 64) * 2)
+LOWEST = gl.constexpr(-1e30)
+
+SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+MASS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
+VALUES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, MASS, 2))
+LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def tile_after(turn, t, end, chunk, chunks, blocks, length, ZONES: gl.constexpr):
+    """(turn, tile, end) of the tile after this one, of a chunk's list."""
+    ended = t + 1 >= end
+    turn += ended.to(gl.int32)
+    _, start, end = block_at(turn, chunk, chunks, blocks, length, ZONES)
+    return turn, gl.where(ended, start, t + 1), end
+
+
+@gluon.jit
+def copy(keys, page, first, to, full):
+    """Columns from `first` on of a page's 64 keys, to shared memory; `full` will say so."""
+    mbarrier.expect(full, keys.block_type.nbytes)
+    tma.async_copy_global_to_shared(keys, [page * TILE, first], full, to)
+
+
+@gluon.jit
+def score_tile(q_latent, q_rope, left, right, rope, full_left, full_right, full_rope, phase):
+    """q k of 64 columns and 64 keys, as its parts arrive; the latent's dimensions first."""
+    s = gl.zeros([TILE, TILE], gl.float32, SCORES)
+    mbarrier.wait(full_left, phase)
+    s = warpgroup_mma(
+        q_latent.slice(0, HALF, 1), left.permute((1, 0)), s, use_acc=False, is_async=True
+    )
+    mbarrier.wait(full_right, phase)
+    s = warpgroup_mma(q_latent.slice(HALF, HALF, 1), right.permute((1, 0)), s, is_async=True)
+    mbarrier.wait(full_rope, phase)
+    s = warpgroup_mma(q_rope, rope.permute((1, 0)), s, is_async=True)
+    return warpgroup_mma_wait(0, [s])
+
+
+@gluon.jit
+def score_part(queries, query_rows, rope_rows, left, right, rope, shrinks, q_latent, q_rope, ones,
+               full_left, full_right, full_rope, ready, empty, q_full, table, high, mass, scale,
+               column, columns, last, chunk, chunks, blocks, length, turns, steps,
+               ZONES: gl.constexpr):  # fmt: skip
+    """Four warps: scores, weights, the factors of the sums; a block's maximum and mass.
+
+    Copies the rope part of the keys, two tiles ahead, when both value groups have used the weights.
+    """
+    i = column + gl.arange(0, TILE, gl.SliceLayout(1, SCORES))
+    j = column + gl.arange(0, TILE, gl.SliceLayout(1, MASS))
+    factor = gl.full([TILE, TILE], 0.0, gl.float32, SCORES) + scale
+    ahead = chunk - chunk
+    _, t, end = block_at(ahead, chunk, chunks, blocks, length, ZONES)
+    if steps > 0:
+        mbarrier.expect(q_full, TILE_BYTES)
+        tma.async_copy_global_to_shared(queries, [column, 0], q_full, q_latent)
+        tma.async_copy_global_to_shared(query_rows, [column, KV], q_full, q_rope)
+    for early in gl.static_range(STAGES):
+        if early < steps:
+            copy(rope_rows, gl.load(table + t), KV, rope.index(early), full_rope.index(early))
+        ahead, t, end = tile_after(ahead, t, end, chunk, chunks, blocks, length, ZONES)
+    page = gl.load(table + t, mask=steps > STAGES, other=0)
+    if steps > 0:
+        mbarrier.wait(q_full, 0)
+    step = chunk - chunk
+    for turn in range(turns):
+        block, first, final = block_at(turn, chunk, chunks, blocks, length, ZONES)
+        m = gl.full([TILE], LOWEST, gl.float32, gl.SliceLayout(1, SCORES))
+        n = gl.zeros([TILE, ONES], gl.float32, MASS)
+        for _ in range(first, final):
+            stage = step % STAGES
+            phase = step // STAGES & 1
+            s = score_tile(
+                q_latent, q_rope, left.index(stage), right.index(stage), rope.index(stage),
+                full_left.index(stage), full_right.index(stage), full_rope.index(stage), phase,
+            )  # fmt: skip
+            top = gl.maximum(m, gl.max(s * scale, 1))
+            shift = gl.expand_dims(-top, 1) + gl.zeros([TILE, TILE], gl.float32, SCORES)
+            weight = gl.exp2(gl.fma(s, factor, shift)).to(gl.bfloat16)
+            shrink = gl.exp2(m - top)
+            m = top
+            gl.thread_barrier()  # all warps have scored: the rope part may go
+            rope.index(stage).store(weight)
+            shrinks.index(stage).store(shrink)
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(ready.index(stage))
+            less = gl.convert_layout(shrink, gl.SliceLayout(1, MASS))
+            n = warpgroup_mma(
+                gl.convert_layout(weight, WEIGHTS),
+                ones.permute((1, 0)),
+                n * gl.expand_dims(less, 1),
+            )
+            # The tile before this one has been added by now, or will be soon.
+            if (step > 0) & (step + 1 < steps):
+                other = (step + 1) % STAGES
+                mbarrier.wait(empty.index(other), (step - 1) // STAGES & 1)
+                copy(rope_rows, page, KV, rope.index(other), full_rope.index(other))
+                ahead, t, end = tile_after(ahead, t, end, chunk, chunks, blocks, length, ZONES)
+                page = gl.load(table + t, mask=step + 2 < steps, other=0)
+            step += 1
+        if final > first:
+            at = block * columns
+            gl.store(high + at + i, m, mask=i < last)
+            gl.store(mass + at + j, gl.max(n, 1), mask=j < last)
+
+
+@gluon.jit
+def value_part(key_rows, latent, weights, shrinks, full, ready, empty, values, table, column,
+               columns, last, chunk, chunks, blocks, length, turns, steps, FIRST: gl.constexpr,
+               ZONES: gl.constexpr):  # fmt: skip
+    """Four warps: the weighted sums of 256 value columns, and the copies of these columns."""
+    i = column + gl.arange(0, TILE, gl.SliceLayout(1, VALUES))
+    d = FIRST + gl.arange(0, HALF, gl.SliceLayout(0, VALUES))
+    ahead = chunk - chunk
+    _, t, end = block_at(ahead, chunk, chunks, blocks, length, ZONES)
+    for early in gl.static_range(STAGES):
+        if early < steps:
+            copy(key_rows, gl.load(table + t), FIRST, latent.index(early), full.index(early))
+        ahead, t, end = tile_after(ahead, t, end, chunk, chunks, blocks, length, ZONES)
+    page = gl.load(table + t, mask=steps > STAGES, other=0)
+    a = gl.zeros([TILE, HALF], gl.float32, VALUES)
+    step = chunk - chunk
+    for turn in range(turns):
+        block, first, final = block_at(turn, chunk, chunks, blocks, length, ZONES)
+        for tile in range(first, final):
+            stage = step % STAGES
+            phase = step // STAGES & 1
+            mbarrier.wait(ready.index(stage), phase)
+            mbarrier.wait(full.index(stage), phase)
+            shrink = shrinks.index(stage).load(gl.SliceLayout(1, VALUES))
+            a = warpgroup_mma(
+                weights.index(stage), latent.index(stage), a * gl.expand_dims(shrink, 1),
+                use_acc=tile > first, is_async=True,
+            )  # fmt: skip
+            a = warpgroup_mma_wait(0, [a])
+            gl.thread_barrier()  # all warps have read this half, which nobody else adds
+            mbarrier.arrive(empty.index(stage))
+            if step + STAGES < steps:
+                copy(key_rows, page, FIRST, latent.index(stage), full.index(stage))
+                ahead, t, end = tile_after(ahead, t, end, chunk, chunks, blocks, length, ZONES)
+                page = gl.load(table + t, mask=step + STAGES + 1 < steps, other=0)
+            step += 1
+        if final > first:
+            at = values + (block * columns + gl.expand_dims(i, 1)) * KV + gl.expand_dims(d, 0)
+            gl.store(at, a, mask=gl.expand_dims(i < last, 1))
+
+
+@gluon.jit
+def popcount(x):
+    """Bits set of int64 x."""
+    return gl.inline_asm_elementwise(
+        "popc.b64 $0, $1;", "=r,l", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def own_places(places, ancestors, slots, page, committed, count, span, tile, HEADS: gl.constexpr,
+               ROWS: gl.constexpr):  # fmt: skip
+    """Where the keys of a column tile's rows lie; see kernel.own_places."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    row = tile * TILE // HEADS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    known = gl.expand_dims((row < count) & (row * HEADS < (tile + 1) * TILE), 1)
+    j = gl.arange(0, TILE, gl.SliceLayout(0, layout))
+    bits = gl.load(ancestors + span * count + row, mask=row < count, other=0)
+    bits = gl.expand_dims(bits, 1)
+    column = gl.expand_dims(j, 0)
+    wide = column.to(gl.int64)
+    inside = column < count
+    on = inside & (((bits >> wide) & 1) != 0)
+    one = gl.full([1, TILE], 1, gl.int64, layout)
+    rank = popcount(bits & ((one << wide) - 1))  # ancestors before row j of the span
+    start = places + gl.expand_dims((span * count + row) * (2 * TILE), 1)
+    shared = (page * TILE + wide) * (2 * TILE) + wide
+    gl.store(start + column, shared + bits * 0, mask=known & (column < committed))
+    slot = gl.load(slots + span * count + j, mask=j < count, other=0)
+    mine = gl.expand_dims(slot, 0) * (2 * TILE) + TILE + wide
+    gl.store(start + committed + rank, mine + bits * 0, mask=known & on)
+    total = committed + popcount(bits)
+    none = gl.full([ROWS, TILE], -1, gl.int64, layout)
+    gl.store(start + column, none, mask=known & (column >= total))
+    gl.store(start + TILE + column, none, mask=known & (column + TILE >= total))
+
+
+@gluon.jit
+def own_scores(queries, query_rows, latents, slots, contexts, pages, ancestors, scores, places,
+               scale, count, columns, width, index, programs, q_latent, q_rope, left, right, rope,
+               q_full, HEADS: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
+    """Scores of a tile of columns on all keys that are some row's own; see kernel.own_scores."""
+    tiles = gl.cdiv(count * HEADS, TILE)
+    k = gl.arange(0, TILE, gl.SliceLayout(1, GATHER))
+    e = gl.arange(0, ROPE, gl.SliceLayout(0, GATHER))
+    r = gl.arange(0, TILE, gl.SliceLayout(1, SCORES))
+    c = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
+    phase = index - index
+    for unit in range(index, columns // (count * HEADS) * tiles * 2, programs):
+        which = unit % 2
+        tile = unit // 2 % tiles
+        span = unit // (2 * tiles)
+        column = span * count * HEADS + tile * TILE
+        gl.thread_barrier()  # the unit before this one has been scored
+        mbarrier.expect(q_full, TILE_BYTES)
+        tma.async_copy_global_to_shared(queries, [column, 0], q_full, q_latent)
+        tma.async_copy_global_to_shared(query_rows, [column, KV], q_full, q_rope)
+        slot = gl.load(slots + span * count + k, mask=k < count, other=0)
+        context = gl.load(contexts + span)
+        committed = context % TILE
+        at = pages + span.to(gl.int64) * width + context // TILE
+        page = gl.load(at, mask=committed > 0, other=0).to(gl.int64)
+        key = gl.where(which == 0, page * TILE + k, slot)
+        wanted = gl.expand_dims(k < gl.where(which == 0, committed, count), 1)
+        row = latents + gl.expand_dims(key * (KV + ROPE), 1) + gl.expand_dims(e, 0)
+        for part in gl.static_range(4):
+            piece = gl.load(row + part * ROPE, mask=wanted, other=0.0)
+            left.slice(part * ROPE, ROPE, 1).store(piece)
+        for part in gl.static_range(4):
+            piece = gl.load(row + HALF + part * ROPE, mask=wanted, other=0.0)
+            right.slice(part * ROPE, ROPE, 1).store(piece)
+        rope.store(gl.load(row + KV, mask=wanted, other=0.0))
+        fence_async_shared()
+        gl.thread_barrier()
+        s = score_tile(q_latent, q_rope, left, right, rope, q_full, q_full, q_full, phase)
+        phase = phase ^ 1
+        inside = gl.expand_dims(tile * TILE + r < count * HEADS, 1)
+        to = ((column + r) * 2 + which) * TILE
+        gl.store(scores + gl.expand_dims(to, 1) + gl.expand_dims(c, 0), s, mask=inside)
+        if which == 1:
+            own_places(places, ancestors, slots, page, committed, count, span, tile, HEADS, ROWS)
+
+
+@gluon.jit(do_not_specialize=["count", "columns", "width", "chunks", "shared"])
+def partials(key_rows, rope_rows, queries, query_rows, latents, slots, contexts, pages, ancestors,
+             values, high, mass, scores, places, scale, count, columns, width, chunks, shared,
+             HEADS: gl.constexpr, ZONES: gl.constexpr, ROWS: gl.constexpr,
+             PDL: gl.constexpr):  # fmt: skip
+    """kernel.partials for trees of bfloat16: programs 0..shared-1 take blocks, the rest own keys.
+
+    key_rows, rope_rows: descriptors of the latents [slots, 576], for tiles of [64, 256] and
+    [64, 64]; queries, query_rows: of the query [R * HEADS, 576], for [64, 512] and [64, 64].
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    index = gl.program_id(0)
+    q_latent = gl.allocate_shared_memory(gl.bfloat16, [TILE, KV], SWIZZLED)
+    q_rope = gl.allocate_shared_memory(gl.bfloat16, [TILE, ROPE], SWIZZLED)
+    left = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, HALF], SWIZZLED)
+    right = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, HALF], SWIZZLED)
+    rope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, ROPE], SWIZZLED)
+    shrinks = gl.allocate_shared_memory(gl.float32, [STAGES, TILE], LINE)
+    one = gl.full([ONES, TILE], 1.0, gl.bfloat16, GATHER)
+    ones = gl.allocate_shared_memory(gl.bfloat16, [ONES, TILE], SWIZZLED, one)
+    full_left = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full_right = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full_rope = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full_left.index(stage), count=1)
+        mbarrier.init(full_right.index(stage), count=1)
+        mbarrier.init(full_rope.index(stage), count=1)
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    mbarrier.init(q_full, count=1)
+    fence_async_shared()
+
+    tiles = gl.cdiv(count * HEADS, TILE)
+    tile = index % tiles
+    spans = columns // (count * HEADS)
+    span = index // tiles % spans
+    chunk = index // (tiles * spans)
+    length = gl.load(contexts + span) // TILE * TILE
+    blocks = gl.where(length > 0, block_of(length - 1, ZONES) + 1, 0)
+    turns = gl.where(index < shared, gl.cdiv(blocks, chunks), 0)
+    steps = chunk - chunk
+    for turn in range(turns):
+        _, start, end = block_at(turn, chunk, chunks, blocks, length, ZONES)
+        steps += end - start
+    column = span * count * HEADS + tile * TILE
+    last = (span + 1) * count * HEADS
+    table = pages + span.to(gl.int64) * width
+    gl.warp_specialize(
+        [
+            (score_part, (queries, query_rows, rope_rows, left, right, rope, shrinks, q_latent,
+                          q_rope, ones, full_left, full_right, full_rope, ready, empty, q_full,
+                          table, high, mass, scale, column, columns, last, chunk, chunks, blocks,
+                          length, turns, steps, ZONES)),
+            (value_part, (key_rows, left, rope, shrinks, full_left, ready, empty, values, table,
+                          column, columns, last, chunk, chunks, blocks, length, turns, steps,
+                          gl.constexpr(0), ZONES)),
+            (value_part, (key_rows, right, rope, shrinks, full_right, ready, empty, values, table,
+                          column, columns, last, chunk, chunks, blocks, length, turns, steps,
+                          HALF, ZONES)),
+        ],
+        [4, 4],
+        [168, 168],
+    )  # fmt: skip
+    if index >= shared:
+        own_scores(
+            queries, query_rows, latents, slots, contexts, pages, ancestors, scores, places, scale,
+            count, columns, width, index - shared, gl.num_programs(0) - shared, q_latent, q_rope,
+            left.index(0), right.index(0), rope.index(0), q_full, HEADS, ROWS,
+        )  # fmt: skip
