@@ -36,7 +36,8 @@ from kdtree_engine.kernels.mla_attention.kernel import block_at, block_of
 TILE = gl.constexpr(64)  # keys of a tile, and columns of a program
 KV = gl.constexpr(512)
 ROPE = gl.constexpr(64)
-HALF = gl.constexpr(256)  # value columns of a group
+PIECE = gl.constexpr(128)  # latent columns that are copied at once; a group of warps adds two
+PIECES = gl.constexpr(4)
 ONES = gl.constexpr(16)  # columns of the product that adds up weights, all alike
 STAGES = gl.constexpr(2)
 TILE_BYTES = gl.constexpr(64 * (512 + 64) * 2)
@@ -45,7 +46,7 @@ LOWEST = gl.constexpr(-1e30)
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 MASS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
-VALUES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+VALUES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, MASS, 2))
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
@@ -68,44 +69,32 @@ def copy(keys, page, first, to, full):
 
 
 @gluon.jit
-def score_tile(q_latent, q_rope, left, right, rope, full_left, full_right, full_rope, phase):
-    """q k of 64 columns and 64 keys, as its parts arrive; the latent's dimensions first."""
+def score_tile(q_latent, q_rope, latent, rope, full, full_rope, first, phase):
+    """q k of 64 columns and 64 keys, piece by piece as they come; the latent's dimensions first."""
     s = gl.zeros([TILE, TILE], gl.float32, SCORES)
-    mbarrier.wait(full_left, phase)
-    s = warpgroup_mma(
-        q_latent.slice(0, HALF, 1), left.permute((1, 0)), s, use_acc=False, is_async=True
-    )
-    mbarrier.wait(full_right, phase)
-    s = warpgroup_mma(q_latent.slice(HALF, HALF, 1), right.permute((1, 0)), s, is_async=True)
+    for piece in gl.static_range(PIECES):
+        mbarrier.wait(full.index(first + piece), phase)
+        s = warpgroup_mma(
+            q_latent.slice(piece * PIECE, PIECE, 1), latent.index(first + piece).permute((1, 0)), s,
+            use_acc=piece > 0, is_async=True,
+        )  # fmt: skip
     mbarrier.wait(full_rope, phase)
     s = warpgroup_mma(q_rope, rope.permute((1, 0)), s, is_async=True)
     return warpgroup_mma_wait(0, [s])
 
 
 @gluon.jit
-def score_part(queries, query_rows, rope_rows, left, right, rope, shrinks, q_latent, q_rope, ones,
-               full_left, full_right, full_rope, ready, empty, q_full, table, high, mass, scale,
-               column, columns, last, chunk, chunks, blocks, length, turns, steps,
-               ZONES: gl.constexpr):  # fmt: skip
-    """Four warps: scores, weights, the factors of the sums; a block's maximum and mass.
-
-    Copies the rope part of the keys, two tiles ahead, when both value groups have used the weights.
-    """
+def score_part(queries, query_rows, latent, rope, shrinks, q_latent, q_rope, ones, full, full_rope,
+               ready, q_full, high, mass, scale, column, columns, last, chunk, chunks, blocks,
+               length, turns, steps, ZONES: gl.constexpr):  # fmt: skip
+    """Four warps: scores, weights, the factors of the sums; a block's maximum and mass."""
     i = column + gl.arange(0, TILE, gl.SliceLayout(1, SCORES))
     j = column + gl.arange(0, TILE, gl.SliceLayout(1, MASS))
     factor = gl.full([TILE, TILE], 0.0, gl.float32, SCORES) + scale
-    ahead = chunk - chunk
-    _, t, end = block_at(ahead, chunk, chunks, blocks, length, ZONES)
     if steps > 0:
         mbarrier.expect(q_full, TILE_BYTES)
         tma.async_copy_global_to_shared(queries, [column, 0], q_full, q_latent)
         tma.async_copy_global_to_shared(query_rows, [column, KV], q_full, q_rope)
-    for early in gl.static_range(STAGES):
-        if early < steps:
-            copy(rope_rows, gl.load(table + t), KV, rope.index(early), full_rope.index(early))
-        ahead, t, end = tile_after(ahead, t, end, chunk, chunks, blocks, length, ZONES)
-    page = gl.load(table + t, mask=steps > STAGES, other=0)
-    if steps > 0:
         mbarrier.wait(q_full, 0)
     step = chunk - chunk
     for turn in range(turns):
@@ -114,10 +103,9 @@ def score_part(queries, query_rows, rope_rows, left, right, rope, shrinks, q_lat
         n = gl.zeros([TILE, ONES], gl.float32, MASS)
         for _ in range(first, final):
             stage = step % STAGES
-            phase = step // STAGES & 1
             s = score_tile(
-                q_latent, q_rope, left.index(stage), right.index(stage), rope.index(stage),
-                full_left.index(stage), full_right.index(stage), full_rope.index(stage), phase,
+                q_latent, q_rope, latent, rope.index(stage), full, full_rope.index(stage),
+                stage * PIECES, step // STAGES & 1,
             )  # fmt: skip
             top = gl.maximum(m, gl.max(s * scale, 1))
             shift = gl.expand_dims(-top, 1) + gl.zeros([TILE, TILE], gl.float32, SCORES)
@@ -132,17 +120,8 @@ def score_part(queries, query_rows, rope_rows, left, right, rope, shrinks, q_lat
             mbarrier.arrive(ready.index(stage))
             less = gl.convert_layout(shrink, gl.SliceLayout(1, MASS))
             n = warpgroup_mma(
-                gl.convert_layout(weight, WEIGHTS),
-                ones.permute((1, 0)),
-                n * gl.expand_dims(less, 1),
+                gl.convert_layout(weight, WEIGHTS), ones.permute((1, 0)), n * gl.expand_dims(less, 1)
             )
-            # The tile before this one has been added by now, or will be soon.
-            if (step > 0) & (step + 1 < steps):
-                other = (step + 1) % STAGES
-                mbarrier.wait(empty.index(other), (step - 1) // STAGES & 1)
-                copy(rope_rows, page, KV, rope.index(other), full_rope.index(other))
-                ahead, t, end = tile_after(ahead, t, end, chunk, chunks, blocks, length, ZONES)
-                page = gl.load(table + t, mask=step + 2 < steps, other=0)
             step += 1
         if final > first:
             at = block * columns
@@ -151,44 +130,72 @@ def score_part(queries, query_rows, rope_rows, left, right, rope, shrinks, q_lat
 
 
 @gluon.jit
-def value_part(key_rows, latent, weights, shrinks, full, ready, empty, values, table, column,
-               columns, last, chunk, chunks, blocks, length, turns, steps, FIRST: gl.constexpr,
-               ZONES: gl.constexpr):  # fmt: skip
-    """Four warps: the weighted sums of 256 value columns, and the copies of these columns."""
+def value_part(key_rows, rope_rows, latent, rope, shrinks, full, full_rope, ready, done, values,
+               table, column, columns, last, chunk, chunks, blocks, length, turns, steps,
+               HALF: gl.constexpr, ZONES: gl.constexpr):  # fmt: skip
+    """Four warps: the weighted sums of two pieces of value columns, and the copies of these pieces.
+
+    The second group waits for the first one, and copies the rope part too: both have read the
+    weights that lie there.
+    """
     i = column + gl.arange(0, TILE, gl.SliceLayout(1, VALUES))
-    d = FIRST + gl.arange(0, HALF, gl.SliceLayout(0, VALUES))
+    d = HALF * 2 * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, VALUES))
     ahead = chunk - chunk
     _, t, end = block_at(ahead, chunk, chunks, blocks, length, ZONES)
     for early in gl.static_range(STAGES):
         if early < steps:
-            copy(key_rows, gl.load(table + t), FIRST, latent.index(early), full.index(early))
+            page = gl.load(table + t)
+            for piece in gl.static_range(HALF * 2, HALF * 2 + 2):
+                place = early * PIECES + piece
+                copy(key_rows, page, piece * PIECE, latent.index(place), full.index(place))
+            if HALF == 1:
+                copy(rope_rows, page, KV, rope.index(early), full_rope.index(early))
         ahead, t, end = tile_after(ahead, t, end, chunk, chunks, blocks, length, ZONES)
-    page = gl.load(table + t, mask=steps > STAGES, other=0)
-    a = gl.zeros([TILE, HALF], gl.float32, VALUES)
+    following = gl.load(table + t, mask=steps > STAGES, other=0)
+    a = gl.zeros([TILE, PIECE], gl.float32, VALUES)
+    b = gl.zeros([TILE, PIECE], gl.float32, VALUES)
     step = chunk - chunk
     for turn in range(turns):
         block, first, final = block_at(turn, chunk, chunks, blocks, length, ZONES)
         for tile in range(first, final):
             stage = step % STAGES
             phase = step // STAGES & 1
+            left = stage * PIECES + HALF * 2
+            right = left + 1
             mbarrier.wait(ready.index(stage), phase)
-            mbarrier.wait(full.index(stage), phase)
-            shrink = shrinks.index(stage).load(gl.SliceLayout(1, VALUES))
+            mbarrier.wait(full.index(left), phase)
+            mbarrier.wait(full.index(right), phase)
+            shrink = gl.expand_dims(shrinks.index(stage).load(gl.SliceLayout(1, VALUES)), 1)
+            weight = rope.index(stage)
             a = warpgroup_mma(
-                weights.index(stage), latent.index(stage), a * gl.expand_dims(shrink, 1),
-                use_acc=tile > first, is_async=True,
-            )  # fmt: skip
-            a = warpgroup_mma_wait(0, [a])
-            gl.thread_barrier()  # all warps have read this half, which nobody else adds
-            mbarrier.arrive(empty.index(stage))
-            if step + STAGES < steps:
-                copy(key_rows, page, FIRST, latent.index(stage), full.index(stage))
+                weight, latent.index(left), a * shrink, use_acc=tile > first, is_async=True
+            )
+            b = warpgroup_mma(
+                weight, latent.index(right), b * shrink, use_acc=tile > first, is_async=True
+            )
+            more = step + STAGES < steps
+            a = warpgroup_mma_wait(1, [a])
+            gl.thread_barrier()  # all warps have read this piece, which nobody else adds
+            if more:
+                copy(key_rows, following, HALF * 2 * PIECE, latent.index(left), full.index(left))
+            b = warpgroup_mma_wait(0, [b])
+            gl.thread_barrier()
+            if HALF == 0:
+                mbarrier.arrive(done.index(stage))
+            if more:
+                at = HALF * 2 * PIECE + PIECE
+                copy(key_rows, following, at, latent.index(right), full.index(right))
+                if HALF == 1:
+                    mbarrier.wait(done.index(stage), phase)
+                    copy(rope_rows, following, KV, rope.index(stage), full_rope.index(stage))
                 ahead, t, end = tile_after(ahead, t, end, chunk, chunks, blocks, length, ZONES)
-                page = gl.load(table + t, mask=step + STAGES + 1 < steps, other=0)
+                following = gl.load(table + t, mask=step + STAGES + 1 < steps, other=0)
             step += 1
         if final > first:
             at = values + (block * columns + gl.expand_dims(i, 1)) * KV + gl.expand_dims(d, 0)
-            gl.store(at, a, mask=gl.expand_dims(i < last, 1))
+            inside = gl.expand_dims(i < last, 1)
+            gl.store(at, a, mask=inside)
+            gl.store(at + PIECE, b, mask=inside)
 
 
 @gluon.jit
@@ -229,8 +236,8 @@ def own_places(places, ancestors, slots, page, committed, count, span, tile, HEA
 
 @gluon.jit
 def own_scores(queries, query_rows, latents, slots, contexts, pages, ancestors, scores, places,
-               scale, count, columns, width, index, programs, q_latent, q_rope, left, right, rope,
-               q_full, HEADS: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
+               scale, count, columns, width, index, programs, q_latent, q_rope, latent, rope, q_full,
+               full, full_rope, HEADS: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
     """Scores of a tile of columns on all keys that are some row's own; see kernel.own_scores."""
     tiles = gl.cdiv(count * HEADS, TILE)
     k = gl.arange(0, TILE, gl.SliceLayout(1, GATHER))
@@ -255,16 +262,19 @@ def own_scores(queries, query_rows, latents, slots, contexts, pages, ancestors, 
         key = gl.where(which == 0, page * TILE + k, slot)
         wanted = gl.expand_dims(k < gl.where(which == 0, committed, count), 1)
         row = latents + gl.expand_dims(key * (KV + ROPE), 1) + gl.expand_dims(e, 0)
-        for part in gl.static_range(4):
-            piece = gl.load(row + part * ROPE, mask=wanted, other=0.0)
-            left.slice(part * ROPE, ROPE, 1).store(piece)
-        for part in gl.static_range(4):
-            piece = gl.load(row + HALF + part * ROPE, mask=wanted, other=0.0)
-            right.slice(part * ROPE, ROPE, 1).store(piece)
+        for piece in gl.static_range(PIECES):
+            for part in gl.static_range(PIECE // ROPE):
+                at = piece * PIECE + part * ROPE
+                keys = gl.load(row + at, mask=wanted, other=0.0)
+                latent.index(piece).slice(part * ROPE, ROPE, 1).store(keys)
         rope.store(gl.load(row + KV, mask=wanted, other=0.0))
         fence_async_shared()
         gl.thread_barrier()
-        s = score_tile(q_latent, q_rope, left, right, rope, q_full, q_full, q_full, phase)
+        for piece in gl.static_range(PIECES):
+            mbarrier.arrive(full.index(piece))
+        mbarrier.arrive(full_rope)
+        mbarrier.wait(q_full, phase)
+        s = score_tile(q_latent, q_rope, latent, rope, full, full_rope, 0, phase)
         phase = phase ^ 1
         inside = gl.expand_dims(tile * TILE + r < count * HEADS, 1)
         to = ((column + r) * 2 + which) * TILE
@@ -280,7 +290,7 @@ def partials(key_rows, rope_rows, queries, query_rows, latents, slots, contexts,
              PDL: gl.constexpr):  # fmt: skip
     """kernel.partials for trees of bfloat16: programs 0..shared-1 take blocks, the rest own keys.
 
-    key_rows, rope_rows: descriptors of the latents [slots, 576], for tiles of [64, 256] and
+    key_rows, rope_rows: descriptors of the latents [slots, 576], for tiles of [64, 128] and
     [64, 64]; queries, query_rows: of the query [R * HEADS, 576], for [64, 512] and [64, 64].
     """
     if PDL:
@@ -289,24 +299,22 @@ def partials(key_rows, rope_rows, queries, query_rows, latents, slots, contexts,
     index = gl.program_id(0)
     q_latent = gl.allocate_shared_memory(gl.bfloat16, [TILE, KV], SWIZZLED)
     q_rope = gl.allocate_shared_memory(gl.bfloat16, [TILE, ROPE], SWIZZLED)
-    left = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, HALF], SWIZZLED)
-    right = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, HALF], SWIZZLED)
+    latent = gl.allocate_shared_memory(gl.bfloat16, [STAGES * PIECES, TILE, PIECE], SWIZZLED)
     rope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, ROPE], SWIZZLED)
     shrinks = gl.allocate_shared_memory(gl.float32, [STAGES, TILE], LINE)
     one = gl.full([ONES, TILE], 1.0, gl.bfloat16, GATHER)
     ones = gl.allocate_shared_memory(gl.bfloat16, [ONES, TILE], SWIZZLED, one)
-    full_left = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    full_right = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES * PIECES, 1], mbarrier.MBarrierLayout())
     full_rope = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full_left.index(stage), count=1)
-        mbarrier.init(full_right.index(stage), count=1)
+        for piece in gl.static_range(PIECES):
+            mbarrier.init(full.index(stage * PIECES + piece), count=1)
         mbarrier.init(full_rope.index(stage), count=1)
         mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(done.index(stage), count=1)
     mbarrier.init(q_full, count=1)
     fence_async_shared()
 
@@ -327,16 +335,15 @@ def partials(key_rows, rope_rows, queries, query_rows, latents, slots, contexts,
     table = pages + span.to(gl.int64) * width
     gl.warp_specialize(
         [
-            (score_part, (queries, query_rows, rope_rows, left, right, rope, shrinks, q_latent,
-                          q_rope, ones, full_left, full_right, full_rope, ready, empty, q_full,
-                          table, high, mass, scale, column, columns, last, chunk, chunks, blocks,
-                          length, turns, steps, ZONES)),
-            (value_part, (key_rows, left, rope, shrinks, full_left, ready, empty, values, table,
-                          column, columns, last, chunk, chunks, blocks, length, turns, steps,
-                          gl.constexpr(0), ZONES)),
-            (value_part, (key_rows, right, rope, shrinks, full_right, ready, empty, values, table,
-                          column, columns, last, chunk, chunks, blocks, length, turns, steps,
-                          HALF, ZONES)),
+            (score_part, (queries, query_rows, latent, rope, shrinks, q_latent, q_rope, ones, full,
+                          full_rope, ready, q_full, high, mass, scale, column, columns, last, chunk,
+                          chunks, blocks, length, turns, steps, ZONES)),
+            (value_part, (key_rows, rope_rows, latent, rope, shrinks, full, full_rope, ready, done,
+                          values, table, column, columns, last, chunk, chunks, blocks, length,
+                          turns, steps, gl.constexpr(0), ZONES)),
+            (value_part, (key_rows, rope_rows, latent, rope, shrinks, full, full_rope, ready, done,
+                          values, table, column, columns, last, chunk, chunks, blocks, length,
+                          turns, steps, gl.constexpr(1), ZONES)),
         ],
         [4, 4],
         [168, 168],
@@ -345,5 +352,5 @@ def partials(key_rows, rope_rows, queries, query_rows, latents, slots, contexts,
         own_scores(
             queries, query_rows, latents, slots, contexts, pages, ancestors, scores, places, scale,
             count, columns, width, index - shared, gl.num_programs(0) - shared, q_latent, q_rope,
-            left.index(0), right.index(0), rope.index(0), q_full, HEADS, ROWS,
+            latent, rope.index(0), q_full, full, full_rope.index(0), HEADS, ROWS,
         )  # fmt: skip

@@ -201,7 +201,7 @@ def _launch_roles(
     from kdtree_engine.kernels.mla_attention import hopper
 
     rows, heads, width = query.shape
-    table, half = plan.spans, hopper.HALF.value
+    table, piece = plan.spans, hopper.PIECE.value
     spans, pages = table.pages.shape
     count, kv = rows // spans, hopper.KV.value
     assert cut.columns == TILE and width == kv + hopper.ROPE.value == kv + TILE
@@ -213,7 +213,7 @@ def _launch_roles(
 
     keys, asked = latents.view(-1, width), query.view(-1, width)
     hopper.partials[(shared + own,)](
-        tiles_of(keys, half), tiles_of(keys, TILE), tiles_of(asked, kv), tiles_of(asked, TILE),
+        tiles_of(keys, piece), tiles_of(keys, TILE), tiles_of(asked, kv), tiles_of(asked, TILE),
         latents, plan.slots, table.contexts, table.pages, table.ancestors, values, high, mass,
         scores, places, scale, count, rows * heads, pages, chunks, shared, HEADS=heads,
         ZONES=cut.zones, ROWS=_rows_met(TILE, heads), num_warps=4, **launch_options(query),
