@@ -22,8 +22,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def launched_kernels() -> list[str]:
     jit, launches = set[str](), set[str]()
     for path in sorted(KERNELS.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
-        jit |= set(re.findall(r"@triton\.jit.*\ndef (\w+)", text))
+        jit |= set(re.findall(r"@(?:triton|gluon)\.jit.*\ndef (\w+)", text))
         launches |= set(re.findall(r"(?:^|[\s.])(\w+)\[[^\n]*\]\($", text, re.MULTILINE))
     return sorted(jit & launches)
 
@@ -74,19 +75,25 @@ def counted() -> Iterator[Counter[str]]:
         knobs.runtime.launch_enter_hook.remove(note)
 
 
-def load(device: str) -> Counter[str]:
-    """What runs under the tools; launches by kernel."""
-    began = time.perf_counter()
+def parts(device: str) -> dict[str, Callable[[], None]]:
+    """What can run under the tools."""
+    models = {
+        f"packaged-{nodes}": partial(_packaged, device, nodes) for nodes in (0, 15, "chain:7")
+    }
+    there = torch.device(device)
+    rest = {"tiny": _tiny, "operators": _operators, "wide": _wide}
+    return models | {name: partial(run, there) for name, run in rest.items()}
+
+
+def load(device: str, chosen: str = "") -> Counter[str]:
+    """Run parts, all or those named between commas; launches by kernel."""
+    began, known = time.perf_counter(), parts(device)
     with torch.inference_mode(), counted() as seen:
-        for nodes in (0, 15, "chain:7"):
-            _packaged(device, nodes)
-            _report(f"packaged model, {nodes} nodes", seen, began)
-        _tiny(torch.device(device))
-        _report("tiny K2.6", seen, began)
-        _operators(torch.device(device))
-        if device == "cuda":
-            torch.cuda.synchronize()
-        _report("operators", seen, began)
+        for name in chosen.split(",") if chosen else known:
+            known[name]()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            _report(name, seen, began)
     return seen
 
 
@@ -135,13 +142,14 @@ def _tiny(device: torch.device) -> None:
 def _operators(device: torch.device) -> None:
     """Those that a step does without."""
     from kdtree_engine.kernels.cache_commit import commit_rows
-    from kdtree_engine.kernels.gumbel import gumbel
+    from kdtree_engine.kernels.gumbel import NoiseWanted, gumbel, noise_bounds
     from kdtree_engine.kernels.logit_edits import cases, edit_logits, remember
     from kdtree_engine.kernels.top_k import token_log_probs
     from kdtree_engine.kernels.tree_mask import tree_mask
 
     one = torch.arange(5, device=device)
     gumbel(one, one, 1000)
+    noise_bounds(NoiseWanted(one, torch.ones(5, device=device), 4, 1000), one)
     tree_mask(torch.tensor([[-1, 0, 0, 1, 3]], device=device))
     layers = [torch.randn(4, 64, 80, device=device) for _ in range(2)]
     commit_rows(layers, one + 10, one + 11)
@@ -150,6 +158,37 @@ def _operators(device: torch.device) -> None:
         token_log_probs(edit_logits(*given), given.tokens.flatten().clamp(min=0))
         emitted = given.tokens.clamp(min=0)
         remember(given.state, given.places, emitted, given.places + 1)
+
+
+def _wide(device: torch.device) -> None:
+    """What needs K2.6's widths: attention by warps with roles; and FP8 weights."""
+    from kdtree_engine.kernels.experts import expert_mlp, random_packed_experts
+    from kdtree_engine.kernels.linear import product, random_linear
+    from kdtree_engine.kernels.mla_attention import TablePlan, mla_attention
+    from kdtree_engine.kernels.router import RouterSettings, route_rows
+    from kdtree_engine.types import SpanTable
+
+    rows, heads, context, pages, dtype = 64, 8, 1000, 18, torch.bfloat16
+    latents = torch.randn(pages, 64, 576, device=device).to(dtype)
+    query = torch.randn(rows, heads, 576, device=device).to(dtype)
+    masks = torch.tensor([[(2 << row) - 1 for row in range(63)] + [-1]], device=device)
+    table = torch.arange(pages, dtype=torch.int32, device=device)[None]
+    contexts = torch.tensor([context], dtype=torch.int32, device=device)
+    slots = 17 * 64 + torch.arange(rows, device=device)
+    if device.type == "cuda":  # the CPU's plan is another one, and has no kernels to watch
+        plan = TablePlan(SpanTable(contexts, table, masks), slots, rows)
+        mla_attention(query, latents, plan, 0.1, 512)
+
+    weight = random_linear(512, 1024, dtype, device, 0.02, quantised=True)
+    experts = random_packed_experts(8, 256, 128, 128, device, planes=2)
+    settings = RouterSettings(2, 1, 1, True, 1.0)
+    if device.type == "cuda":
+        for count in (1, 64):
+            product(torch.randn(count, 1024, device=device).to(dtype), weight)
+            scores = torch.randn(8, count, 8 + 256, device=device)
+            bias = torch.zeros(8, device=device)
+            routing = route_rows(scores, bias, settings, 128)
+            expert_mlp(torch.randn(count, 256, device=device).to(dtype), routing, experts)
 
 
 def found_in(output: str, kernels: Sequence[str]) -> dict[str, Any]:
@@ -170,7 +209,7 @@ def found_in(output: str, kernels: Sequence[str]) -> dict[str, Any]:
 
 def under(tool: str, args: argparse.Namespace, kernels: Sequence[str]) -> dict[str, Any]:
     """Run the load under a tool; "bare" is none."""
-    command = [sys.executable, str(HERE), "--load", "--device", args.device]
+    command = [sys.executable, str(HERE), "--load", "--device", args.device, "--parts", args.parts]
     variables = dict(os.environ)
     if tool != "bare":
         common = ["--target-processes", "application-only", "--print-limit", "200"]
@@ -206,9 +245,9 @@ def under(tool: str, args: argparse.Namespace, kernels: Sequence[str]) -> dict[s
     return result
 
 
-def clean(result: dict[str, Any], device: str) -> bool:
-    """Whether a tool came to its end, saw all kernels and found nothing."""
-    missed = result["kernels_not_seen"] if device == "cuda" else []
+def clean(result: dict[str, Any], complete: bool) -> bool:
+    """Whether a tool came to its end and found nothing; complete: and saw all kernels."""
+    missed = result["kernels_not_seen"] if complete else []
     return result["exit_code"] == 0 and not missed and result.get("errors", 0) == 0
 
 
@@ -216,6 +255,7 @@ def main() -> int:
     """Run the load, or the tools over it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--load", action="store_true", help="only run what the tools watch")
+    parser.add_argument("--parts", default="", help="names between commas; default: all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--tools", default="memcheck,racecheck")
     parser.add_argument("--limit", type=float, default=200.0, help="seconds a tool")
@@ -224,7 +264,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.load:
-        load(args.device)
+        load(args.device, args.parts)
         return 0
     args.sanitizer = (
         args.sanitizer
@@ -234,18 +274,19 @@ def main() -> int:
     if not Path(args.sanitizer).exists():
         raise SystemExit(f"no compute-sanitizer at {args.sanitizer}")
     kernels = launched_kernels()
+    complete = args.device == "cuda" and not args.parts
     results = []
     for tool in ("bare", *args.tools.split(",")):
         results.append(under(tool, args, kernels))
         short = ("tool", "seconds", "exit_code", "errors", "kernels_not_seen", "kernels_named")
         print(json.dumps({key: results[-1].get(key) for key in short}), flush=True)
-        if not clean(results[-1], args.device):
+        if not clean(results[-1], complete):
             print(results[-1]["tail"][-1500:], flush=True)
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        found = {"kernels": kernels, "tools": results}
+        found = {"kernels": kernels, "parts": args.parts or "all", "tools": results}
         found["environment"] = gate.environment_facts(args.commit)
         args.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    return 0 if all(clean(result, args.device) for result in results) else 1
+    return 0 if all(clean(result, complete) for result in results) else 1
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 TYPES = {
@@ -62,7 +64,8 @@ class Launch:
         attributes = {
             (self.kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in self.aligned
         }
-        source = ASTSource(self.kernel, dict(self.signature), constants, attributes)
+        kind = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        source = kind(self.kernel, dict(self.signature), constants, attributes)
         target = GPUTarget("cuda", capability, 32)
         return triton.compile(source, target=target, options=dict(self.options))
 
@@ -71,6 +74,8 @@ def kind_of(value: Any) -> str:
     """Triton's name of an argument's type."""
     if isinstance(value, Tensor):
         return TYPES[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{TYPES[value.base.dtype][1:]}{value.block_shape},{value.layout!r}>"
     if isinstance(value, float):
         return "fp32"
     return "i32" if -(2**31) <= value < 2**31 else "i64"

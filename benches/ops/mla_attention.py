@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kdtree_engine.kernels.mla_attention.launch import Tiling, attend, tiling
+from kdtree_engine.kernels.mla_attention.launch import Tiling, attend, has_roles, tiling
 from kdtree_engine.kernels.mla_attention.plan import TILE, TablePlan
 from kdtree_engine.types import SpanTable
 from ops.base import Variant
@@ -117,7 +117,9 @@ def variants() -> Iterator[Variant]:
             problem, expected = _Problem(rows, context), list[Tensor]()
             columns = rows * HEADS
             small = torch.cuda.get_device_capability() >= (12, 0)
-            chosen = tiling(columns, small)
+            roles = has_roles(problem.query, KV)
+            chosen = tiling(columns, small, roles)
             cuts = [chosen] if small else [chosen, *(FEW if columns <= 64 else MANY)]
+            cuts = [cut for cut in cuts if roles or not cut.roles]
             for cut in dict.fromkeys(cuts):
                 yield _variant(problem, context, cut, expected)

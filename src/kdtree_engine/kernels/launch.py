@@ -42,6 +42,12 @@ def small_memory(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (12, 0)
 
 
+@functools.cache
+def hopper(device: torch.device) -> bool:
+    """Whether the device is an sm_90, whose kernels may use wgmma and the copy engine by hand."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def launch_options(x: Tensor) -> dict[str, Any]:
     """Keyword arguments of every launch: PDL (the kernel's constexpr) and its launch attribute."""
     on = _dependent_launch(x.device)

@@ -53,6 +53,15 @@ GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
+def barriers(COUNT: gl.constexpr):
+    """So many barriers that one arrival completes."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=1)
+    return made
+
+
+@gluon.jit
 def tile_after(turn, t, end, chunk, chunks, blocks, length, ZONES: gl.constexpr):
     """(turn, tile, end) of the tile after this one, of a chunk's list."""
     ended = t + 1 >= end
@@ -69,33 +78,40 @@ def copy(keys, page, first, to, full):
 
 
 @gluon.jit
-def score_tile(q_latent, q_rope, latent, rope, full, full_rope, first, phase):
+def score_tile(q_latent, q_rope, latent, rope, full, stage, phase):
     """q k of 64 columns and 64 keys, piece by piece as they come; the latent's dimensions first."""
     s = gl.zeros([TILE, TILE], gl.float32, SCORES)
     for piece in gl.static_range(PIECES):
-        mbarrier.wait(full.index(first + piece), phase)
+        mbarrier.wait(full[piece].index(stage), phase)
         s = warpgroup_mma(
-            q_latent.slice(piece * PIECE, PIECE, 1), latent.index(first + piece).permute((1, 0)), s,
-            use_acc=piece > 0, is_async=True,
-        )  # fmt: skip
-    mbarrier.wait(full_rope, phase)
-    s = warpgroup_mma(q_rope, rope.permute((1, 0)), s, is_async=True)
+            q_latent.slice(piece * PIECE, PIECE, 1),
+            latent.index(stage * PIECES + piece).permute((1, 0)),
+            s,
+            use_acc=piece > 0,
+            is_async=True,
+        )
+    mbarrier.wait(full[PIECES].index(stage), phase)
+    s = warpgroup_mma(q_rope, rope.index(stage).permute((1, 0)), s, is_async=True)
     return warpgroup_mma_wait(0, [s])
 
 
 @gluon.jit
-def score_part(queries, query_rows, latent, rope, shrinks, q_latent, q_rope, ones, full, full_rope,
-               ready, q_full, high, mass, scale, column, columns, last, chunk, chunks, blocks,
-               length, turns, steps, ZONES: gl.constexpr):  # fmt: skip
-    """Four warps: scores, weights, the factors of the sums; a block's maximum and mass."""
+def score_part(queries, query_rows, latent, rope, shrinks, q_latent, q_rope, ones, full, ready,
+               q_full, high, mass, scale, column, columns, last, chunk, chunks, blocks, length,
+               turns, steps, ZONES: gl.constexpr):  # fmt: skip
+    """Four warps: scores, weights, the factors of the sums; a block's maximum and mass.
+
+    scale is positive, so the largest scaled score is the largest score, scaled.
+    """
     i = column + gl.arange(0, TILE, gl.SliceLayout(1, SCORES))
     j = column + gl.arange(0, TILE, gl.SliceLayout(1, MASS))
     factor = gl.full([TILE, TILE], 0.0, gl.float32, SCORES) + scale
     if steps > 0:
-        mbarrier.expect(q_full, TILE_BYTES)
-        tma.async_copy_global_to_shared(queries, [column, 0], q_full, q_latent)
-        tma.async_copy_global_to_shared(query_rows, [column, KV], q_full, q_rope)
-        mbarrier.wait(q_full, 0)
+        queried = q_full.index(0)
+        mbarrier.expect(queried, TILE_BYTES)
+        tma.async_copy_global_to_shared(queries, [column, 0], queried, q_latent)
+        tma.async_copy_global_to_shared(query_rows, [column, KV], queried, q_rope)
+        mbarrier.wait(queried, 0)
     step = chunk - chunk
     for turn in range(turns):
         block, first, final = block_at(turn, chunk, chunks, blocks, length, ZONES)
@@ -103,25 +119,23 @@ def score_part(queries, query_rows, latent, rope, shrinks, q_latent, q_rope, one
         n = gl.zeros([TILE, ONES], gl.float32, MASS)
         for _ in range(first, final):
             stage = step % STAGES
-            s = score_tile(
-                q_latent, q_rope, latent, rope.index(stage), full, full_rope.index(stage),
-                stage * PIECES, step // STAGES & 1,
-            )  # fmt: skip
-            top = gl.maximum(m, gl.max(s * scale, 1))
+            s = score_tile(q_latent, q_rope, latent, rope, full, stage, step // STAGES & 1)
+            top = gl.maximum(m, gl.max(s, 1) * scale)
             shift = gl.expand_dims(-top, 1) + gl.zeros([TILE, TILE], gl.float32, SCORES)
             weight = gl.exp2(gl.fma(s, factor, shift)).to(gl.bfloat16)
-            shrink = gl.exp2(m - top)
-            m = top
             gl.thread_barrier()  # all warps have scored: the rope part may go
             rope.index(stage).store(weight)
-            shrinks.index(stage).store(shrink)
+            shrinks.index(stage).store(gl.exp2(m - top))
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(ready.index(stage))
-            less = gl.convert_layout(shrink, gl.SliceLayout(1, MASS))
+            less = gl.convert_layout(gl.exp2(m - top), gl.SliceLayout(1, MASS))
             n = warpgroup_mma(
-                gl.convert_layout(weight, WEIGHTS), ones.permute((1, 0)), n * gl.expand_dims(less, 1)
+                gl.convert_layout(weight, WEIGHTS),
+                ones.permute((1, 0)),
+                n * gl.expand_dims(less, 1),
             )
+            m = top
             step += 1
         if final > first:
             at = block * columns
@@ -130,26 +144,26 @@ def score_part(queries, query_rows, latent, rope, shrinks, q_latent, q_rope, one
 
 
 @gluon.jit
-def value_part(key_rows, rope_rows, latent, rope, shrinks, full, full_rope, ready, done, values,
-               table, column, columns, last, chunk, chunks, blocks, length, turns, steps,
-               HALF: gl.constexpr, ZONES: gl.constexpr):  # fmt: skip
+def value_part(key_rows, rope_rows, latent, rope, shrinks, full, ready, done, values, table, column,
+               columns, last, chunk, chunks, blocks, length, turns, steps, HALF: gl.constexpr,
+               ZONES: gl.constexpr):  # fmt: skip
     """Four warps: the weighted sums of two pieces of value columns, and the copies of these pieces.
 
     The second group waits for the first one, and copies the rope part too: both have read the
     weights that lie there.
     """
-    i = column + gl.arange(0, TILE, gl.SliceLayout(1, VALUES))
-    d = HALF * 2 * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, VALUES))
+    LEFT: gl.constexpr = HALF * 2
+    RIGHT: gl.constexpr = HALF * 2 + 1
     ahead = chunk - chunk
     _, t, end = block_at(ahead, chunk, chunks, blocks, length, ZONES)
     for early in gl.static_range(STAGES):
         if early < steps:
             page = gl.load(table + t)
-            for piece in gl.static_range(HALF * 2, HALF * 2 + 2):
-                place = early * PIECES + piece
-                copy(key_rows, page, piece * PIECE, latent.index(place), full.index(place))
+            for piece in gl.static_range(LEFT, RIGHT + 1):
+                place = latent.index(early * PIECES + piece)
+                copy(key_rows, page, piece * PIECE, place, full[piece].index(early))
             if HALF == 1:
-                copy(rope_rows, page, KV, rope.index(early), full_rope.index(early))
+                copy(rope_rows, page, KV, rope.index(early), full[PIECES].index(early))
         ahead, t, end = tile_after(ahead, t, end, chunk, chunks, blocks, length, ZONES)
     following = gl.load(table + t, mask=steps > STAGES, other=0)
     a = gl.zeros([TILE, PIECE], gl.float32, VALUES)
@@ -160,38 +174,36 @@ def value_part(key_rows, rope_rows, latent, rope, shrinks, full, full_rope, read
         for tile in range(first, final):
             stage = step % STAGES
             phase = step // STAGES & 1
-            left = stage * PIECES + HALF * 2
-            right = left + 1
-            mbarrier.wait(ready.index(stage), phase)
-            mbarrier.wait(full.index(left), phase)
-            mbarrier.wait(full.index(right), phase)
-            shrink = gl.expand_dims(shrinks.index(stage).load(gl.SliceLayout(1, VALUES)), 1)
+            left = latent.index(stage * PIECES + LEFT)
+            right = latent.index(stage * PIECES + RIGHT)
             weight = rope.index(stage)
-            a = warpgroup_mma(
-                weight, latent.index(left), a * shrink, use_acc=tile > first, is_async=True
-            )
-            b = warpgroup_mma(
-                weight, latent.index(right), b * shrink, use_acc=tile > first, is_async=True
-            )
+            mbarrier.wait(full[LEFT].index(stage), phase)
+            mbarrier.wait(full[RIGHT].index(stage), phase)
+            mbarrier.wait(ready.index(stage), phase)
             more = step + STAGES < steps
+            begun = tile > first
+            shrink = gl.expand_dims(shrinks.index(stage).load(gl.SliceLayout(1, VALUES)), 1)
+            a = warpgroup_mma(weight, left, a * shrink, use_acc=begun, is_async=True)
+            b = warpgroup_mma(weight, right, b * shrink, use_acc=begun, is_async=True)
             a = warpgroup_mma_wait(1, [a])
             gl.thread_barrier()  # all warps have read this piece, which nobody else adds
             if more:
-                copy(key_rows, following, HALF * 2 * PIECE, latent.index(left), full.index(left))
+                copy(key_rows, following, LEFT * PIECE, left, full[LEFT].index(stage))
             b = warpgroup_mma_wait(0, [b])
             gl.thread_barrier()
             if HALF == 0:
                 mbarrier.arrive(done.index(stage))
             if more:
-                at = HALF * 2 * PIECE + PIECE
-                copy(key_rows, following, at, latent.index(right), full.index(right))
+                copy(key_rows, following, RIGHT * PIECE, right, full[RIGHT].index(stage))
                 if HALF == 1:
                     mbarrier.wait(done.index(stage), phase)
-                    copy(rope_rows, following, KV, rope.index(stage), full_rope.index(stage))
+                    copy(rope_rows, following, KV, weight, full[PIECES].index(stage))
                 ahead, t, end = tile_after(ahead, t, end, chunk, chunks, blocks, length, ZONES)
                 following = gl.load(table + t, mask=step + STAGES + 1 < steps, other=0)
             step += 1
         if final > first:
+            i = column + gl.arange(0, TILE, gl.SliceLayout(1, VALUES))
+            d = LEFT * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, VALUES))
             at = values + (block * columns + gl.expand_dims(i, 1)) * KV + gl.expand_dims(d, 0)
             inside = gl.expand_dims(i < last, 1)
             gl.store(at, a, mask=inside)
@@ -215,12 +227,11 @@ def own_places(places, ancestors, slots, page, committed, count, span, tile, HEA
     known = gl.expand_dims((row < count) & (row * HEADS < (tile + 1) * TILE), 1)
     j = gl.arange(0, TILE, gl.SliceLayout(0, layout))
     bits = gl.load(ancestors + span * count + row, mask=row < count, other=0)
-    bits = gl.expand_dims(bits, 1)
+    one = gl.full([1, TILE], 1, gl.int64, layout)
+    bits = gl.expand_dims(bits, 1) & ((one << count - 1 << 1) - 1)  # [ROWS, 64], columns alike
     column = gl.expand_dims(j, 0)
     wide = column.to(gl.int64)
-    inside = column < count
-    on = inside & (((bits >> wide) & 1) != 0)
-    one = gl.full([1, TILE], 1, gl.int64, layout)
+    on = ((bits >> wide) & 1) != 0
     rank = popcount(bits & ((one << wide) - 1))  # ancestors before row j of the span
     start = places + gl.expand_dims((span * count + row) * (2 * TILE), 1)
     shared = (page * TILE + wide) * (2 * TILE) + wide
@@ -235,25 +246,39 @@ def own_places(places, ancestors, slots, page, committed, count, span, tile, HEA
 
 
 @gluon.jit
+def gather_piece(row, wanted, latent):
+    """128 columns of 64 keys, from row [64, 64] on, to shared memory: both halves at once."""
+    early = gl.load(row, mask=wanted, other=0.0)
+    late = gl.load(row + ROPE, mask=wanted, other=0.0)
+    latent.slice(0, ROPE, 1).store(early)
+    latent.slice(ROPE, ROPE, 1).store(late)
+
+
+@gluon.jit
 def own_scores(queries, query_rows, latents, slots, contexts, pages, ancestors, scores, places,
-               scale, count, columns, width, index, programs, q_latent, q_rope, latent, rope, q_full,
-               full, full_rope, HEADS: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
-    """Scores of a tile of columns on all keys that are some row's own; see kernel.own_scores."""
+               count, columns, width, first, end, stride, q_latent, q_rope, latent, rope, own_full,
+               HEADS: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
+    """Every stride-th unit: scores of 64 columns on 64 keys, of those that are some row's own.
+
+    See kernel.own_scores.
+    """
     tiles = gl.cdiv(count * HEADS, TILE)
     k = gl.arange(0, TILE, gl.SliceLayout(1, GATHER))
     e = gl.arange(0, ROPE, gl.SliceLayout(0, GATHER))
     r = gl.arange(0, TILE, gl.SliceLayout(1, SCORES))
     c = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
-    phase = index - index
-    for unit in range(index, columns // (count * HEADS) * tiles * 2, programs):
+    queried = own_full.index(0)
+    full = (own_full, own_full, own_full, own_full, own_full)
+    phase = first - first
+    for unit in range(first, end, stride):
         which = unit % 2
         tile = unit // 2 % tiles
         span = unit // (2 * tiles)
         column = span * count * HEADS + tile * TILE
-        gl.thread_barrier()  # the unit before this one has been scored
-        mbarrier.expect(q_full, TILE_BYTES)
-        tma.async_copy_global_to_shared(queries, [column, 0], q_full, q_latent)
-        tma.async_copy_global_to_shared(query_rows, [column, KV], q_full, q_rope)
+        gl.thread_barrier()  # what these buffers held has been read
+        mbarrier.expect(queried, TILE_BYTES)
+        tma.async_copy_global_to_shared(queries, [column, 0], queried, q_latent)
+        tma.async_copy_global_to_shared(query_rows, [column, KV], queried, q_rope)
         slot = gl.load(slots + span * count + k, mask=k < count, other=0)
         context = gl.load(contexts + span)
         committed = context % TILE
@@ -262,19 +287,13 @@ def own_scores(queries, query_rows, latents, slots, contexts, pages, ancestors, 
         key = gl.where(which == 0, page * TILE + k, slot)
         wanted = gl.expand_dims(k < gl.where(which == 0, committed, count), 1)
         row = latents + gl.expand_dims(key * (KV + ROPE), 1) + gl.expand_dims(e, 0)
+        last = gl.load(row + KV, mask=wanted, other=0.0)
         for piece in gl.static_range(PIECES):
-            for part in gl.static_range(PIECE // ROPE):
-                at = piece * PIECE + part * ROPE
-                keys = gl.load(row + at, mask=wanted, other=0.0)
-                latent.index(piece).slice(part * ROPE, ROPE, 1).store(keys)
-        rope.store(gl.load(row + KV, mask=wanted, other=0.0))
+            gather_piece(row + piece * PIECE, wanted, latent.index(piece))
+        rope.index(0).store(last)
         fence_async_shared()
         gl.thread_barrier()
-        for piece in gl.static_range(PIECES):
-            mbarrier.arrive(full.index(piece))
-        mbarrier.arrive(full_rope)
-        mbarrier.wait(q_full, phase)
-        s = score_tile(q_latent, q_rope, latent, rope, full, full_rope, 0, phase)
+        s = score_tile(q_latent, q_rope, latent, rope, full, 0, phase)
         phase = phase ^ 1
         inside = gl.expand_dims(tile * TILE + r < count * HEADS, 1)
         to = ((column + r) * 2 + which) * TILE
@@ -284,11 +303,11 @@ def own_scores(queries, query_rows, latents, slots, contexts, pages, ancestors, 
 
 
 @gluon.jit(do_not_specialize=["count", "columns", "width", "chunks", "shared"])
-def partials(key_rows, rope_rows, queries, query_rows, latents, slots, contexts, pages, ancestors,
-             values, high, mass, scores, places, scale, count, columns, width, chunks, shared,
-             HEADS: gl.constexpr, ZONES: gl.constexpr, ROWS: gl.constexpr,
-             PDL: gl.constexpr):  # fmt: skip
-    """kernel.partials for trees of bfloat16: programs 0..shared-1 take blocks, the rest own keys.
+def role_partials(key_rows, rope_rows, queries, query_rows, latents, slots, contexts, pages,
+                  ancestors, values, high, mass, scores, places, scale, count, columns, width,
+                  chunks, shared, HEADS: gl.constexpr, ZONES: gl.constexpr, ROWS: gl.constexpr,
+                  PDL: gl.constexpr):  # fmt: skip
+    """kernel.partials for trees of bfloat16: programs 0..shared-1 take blocks.
 
     key_rows, rope_rows: descriptors of the latents [slots, 576], for tiles of [64, 128] and
     [64, 64]; queries, query_rows: of the query [R * HEADS, 576], for [64, 512] and [64, 64].
@@ -304,18 +323,16 @@ def partials(key_rows, rope_rows, queries, query_rows, latents, slots, contexts,
     shrinks = gl.allocate_shared_memory(gl.float32, [STAGES, TILE], LINE)
     one = gl.full([ONES, TILE], 1.0, gl.bfloat16, GATHER)
     ones = gl.allocate_shared_memory(gl.bfloat16, [ONES, TILE], SWIZZLED, one)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES * PIECES, 1], mbarrier.MBarrierLayout())
-    full_rope = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        for piece in gl.static_range(PIECES):
-            mbarrier.init(full.index(stage * PIECES + piece), count=1)
-        mbarrier.init(full_rope.index(stage), count=1)
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(done.index(stage), count=1)
-    mbarrier.init(q_full, count=1)
+    # An allocation each: between two uses of one the compiler makes a group of warps meet.
+    full = (
+        barriers(STAGES),
+        barriers(STAGES),
+        barriers(STAGES),
+        barriers(STAGES),
+        barriers(STAGES),
+    )
+    ready, done = barriers(STAGES), barriers(STAGES)
+    q_full, own_full = barriers(gl.constexpr(1)), barriers(gl.constexpr(1))
     fence_async_shared()
 
     tiles = gl.cdiv(count * HEADS, TILE)
@@ -336,21 +353,25 @@ def partials(key_rows, rope_rows, queries, query_rows, latents, slots, contexts,
     gl.warp_specialize(
         [
             (score_part, (queries, query_rows, latent, rope, shrinks, q_latent, q_rope, ones, full,
-                          full_rope, ready, q_full, high, mass, scale, column, columns, last, chunk,
-                          chunks, blocks, length, turns, steps, ZONES)),
-            (value_part, (key_rows, rope_rows, latent, rope, shrinks, full, full_rope, ready, done,
+                          ready, q_full, high, mass, scale, column, columns, last, chunk, chunks,
+                          blocks, length, turns, steps, ZONES)),
+            (value_part, (key_rows, rope_rows, latent, rope, shrinks, full, ready, done,
                           values, table, column, columns, last, chunk, chunks, blocks, length,
                           turns, steps, gl.constexpr(0), ZONES)),
-            (value_part, (key_rows, rope_rows, latent, rope, shrinks, full, full_rope, ready, done,
+            (value_part, (key_rows, rope_rows, latent, rope, shrinks, full, ready, done,
                           values, table, column, columns, last, chunk, chunks, blocks, length,
                           turns, steps, gl.constexpr(1), ZONES)),
         ],
         [4, 4],
         [168, 168],
     )  # fmt: skip
+    # Own keys: two units for each further program, the rest one by one after the blocks.
+    units = spans * tiles * 2
+    further = gl.num_programs(0) - shared
+    first, end, stride = 2 * further + index, units, shared
     if index >= shared:
-        own_scores(
-            queries, query_rows, latents, slots, contexts, pages, ancestors, scores, places, scale,
-            count, columns, width, index - shared, gl.num_programs(0) - shared, q_latent, q_rope,
-            latent, rope.index(0), q_full, full, full_rope.index(0), HEADS, ROWS,
-        )  # fmt: skip
+        first, end, stride = index - shared, gl.minimum(units, 2 * further), further
+    own_scores(
+        queries, query_rows, latents, slots, contexts, pages, ancestors, scores, places, count,
+        columns, width, first, end, stride, q_latent, q_rope, latent, rope, own_full, HEADS, ROWS,
+    )  # fmt: skip

@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kdtree_engine.kernels.launch import launch_options, multiprocessors, precise, small_memory
+from kdtree_engine.kernels.launch import (
+    hopper,
+    launch_options,
+    multiprocessors,
+    precise,
+    small_memory,
+)
 from kdtree_engine.kernels.mla_attention.blocks import Zones, block_of, zones
 from kdtree_engine.kernels.mla_attention.plan import TILE, TablePlan
 from kdtree_engine.types import SpanTable
@@ -49,21 +55,28 @@ class Tiling:
     roles: bool = False
 
 
-def tiling(columns: int, small_memory: bool) -> Tiling:
+def tiling(columns: int, small_memory: bool, roles: bool = False) -> Tiling:
     """The tiling for spans of `columns` rows x heads, from benches/kernels.py on an H200.
 
-    small_memory: a program has 99 KB (sm_120), one tile of K2.6 keys and 16 columns.
+    small_memory: a program has 99 KB (sm_120), one tile of K2.6 keys and 16 columns. roles: warps
+    may have roles (`has_roles`).
     """
     if small_memory:
         return Tiling(16)
     if columns <= 16:  # narrow slices, many reads in flight: few programs fold
         return Tiling(16, stages=3, fold_width=64, fold_batch=16, fold_heads=2)
-    wide = Tiling(64, apart=True, ahead=True)
+    wide = Tiling(64, apart=True, ahead=True, roles=roles and columns >= 64)
     if columns <= 64:
         return replace(wide, short=16, fold_batch=16, fold_heads=2)
     if columns <= 128:
         return replace(wide, fold_width=32, fold_batch=16, fold_heads=8)
     return wide
+
+
+def has_roles(query: Tensor, value_dim: int) -> bool:
+    """Whether hopper.py serves trees of such rows: the device, the type and the widths."""
+    widths = (value_dim, query.shape[2] - value_dim)
+    return hopper(query.device) and query.dtype == torch.bfloat16 and widths == (512, 64)
 
 
 def attend(
@@ -92,7 +105,9 @@ def attend(
         assert tree.is_contiguous()
     out = query.new_empty(rows, heads, value_dim)
     query = query.contiguous()
-    cut = cut or tiling(count * heads, small_memory(query.device))
+    if cut is None:
+        roles = tree is not None and has_roles(query, value_dim)
+        cut = tiling(count * heads, small_memory(query.device), roles)
     for places, first, end in _passes(plan.spans, count, heads * value_dim * 4, cut):
         own = slice(places.start * count + first, (places.stop - 1) * count + end)
         table = SpanTable(
@@ -198,22 +213,22 @@ def _launch_roles(
     """The first launch of a pass over trees, on Hopper."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from kdtree_engine.kernels.mla_attention import hopper
+    from kdtree_engine.kernels.mla_attention import hopper as kernel
 
     rows, heads, width = query.shape
-    table, piece = plan.spans, hopper.PIECE.value
+    table = plan.spans
     spans, pages = table.pages.shape
-    count, kv = rows // spans, hopper.KV.value
-    assert cut.columns == TILE and width == kv + hopper.ROPE.value == kv + TILE
-    assert query.dtype == torch.bfloat16 and values.shape[2] == kv
+    count = rows // spans
+    assert has_roles(query, values.shape[2]) and cut.columns == TILE, (query.shape, cut)
     shared = spans * -(-count * heads // TILE) * chunks
 
     def tiles_of(x: Tensor, columns: int) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(x, [TILE, columns], hopper.SWIZZLED.value)
+        return TensorDescriptor.from_tensor(x, [TILE, columns], kernel.SWIZZLED.value)
 
     keys, asked = latents.view(-1, width), query.view(-1, width)
-    hopper.partials[(shared + own,)](
-        tiles_of(keys, piece), tiles_of(keys, TILE), tiles_of(asked, kv), tiles_of(asked, TILE),
+    kernel.role_partials[(shared + own,)](
+        tiles_of(keys, kernel.PIECE.value), tiles_of(keys, TILE),
+        tiles_of(asked, kernel.KV.value), tiles_of(asked, TILE),
         latents, plan.slots, table.contexts, table.pages, table.ancestors, values, high, mass,
         scores, places, scale, count, rows * heads, pages, chunks, shared, HEADS=heads,
         ZONES=cut.zones, ROWS=_rows_met(TILE, heads), num_warps=4, **launch_options(query),
