@@ -45,10 +45,12 @@ TAIL = 4000  # characters kept of a tool's output
 MARK = "launched kernels: "
 
 
-def launched_kernels() -> list[str]:
+def launched_kernels(is_hopper: bool = True) -> list[str]:
     """Names of the kernels that the package's operators launch, from their source."""
     jit, launches = set[str](), set[str]()
     for path in sorted(KERNELS.rglob("*.py")):
+        if path.name == "hopper.py" and not is_hopper:
+            continue
         text = path.read_text(encoding="utf-8")
         jit |= set(re.findall(r"@(?:triton|gluon)\.jit.*\ndef (\w+)", text))
         launches |= set(re.findall(r"(?:^|[\s.])(\w+)\[[^\n]*\]\($", text, re.MULTILINE))
@@ -90,6 +92,8 @@ def load(device: str, chosen: str = "") -> Counter[str]:
     began, known = time.perf_counter(), parts(device)
     with torch.inference_mode(), counted() as seen:
         for name in chosen.split(",") if chosen else known:
+            if name not in known:
+                raise SystemExit(f"--parts {chosen}: no part {name}; there are {', '.join(known)}")
             known[name]()
             if device == "cuda":
                 torch.cuda.synchronize()
@@ -273,8 +277,9 @@ def main() -> int:
     )
     if not Path(args.sanitizer).exists():
         raise SystemExit(f"no compute-sanitizer at {args.sanitizer}")
-    kernels = launched_kernels()
-    complete = args.device == "cuda" and not args.parts
+    cuda = args.device == "cuda"
+    kernels = launched_kernels(not cuda or torch.cuda.get_device_capability() == (9, 0))
+    complete = cuda and not args.parts
     results = []
     for tool in ("bare", *args.tools.split(",")):
         results.append(under(tool, args, kernels))

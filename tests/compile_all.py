@@ -57,7 +57,7 @@ def as_on(capability: int) -> None:
         "has_kernel": lambda x: True,
         "launch_options": lambda x: {"PDL": True, "launch_pdl": True},
         "small_memory": lambda device: capability >= 120,
-        "hopper": lambda device: capability == 90,
+        "is_hopper": lambda device: capability == 90,
     }
     for found in pkgutil.walk_packages(kdtree_engine.kernels.__path__, "kdtree_engine.kernels."):
         if found.name.endswith((".kernel", ".prologue")):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kdtree_engine.kernels.launch import recording
+
 
 @dataclass(frozen=True, eq=False)
 class Variant:
@@ -31,7 +33,7 @@ def graph_of(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with recording(graph):
         step()
     return graph
 

@@ -117,7 +117,7 @@ def variants() -> Iterator[Variant]:
             problem, expected = _Problem(rows, context), list[Tensor]()
             columns = rows * HEADS
             small = torch.cuda.get_device_capability() >= (12, 0)
-            roles = has_roles(problem.query, KV)
+            roles = has_roles(problem.query, problem.latents, KV)
             chosen = tiling(columns, small, roles)
             cuts = [chosen] if small else [chosen, *(FEW if columns <= 64 else MANY)]
             cuts = [cut for cut in cuts if roles or not cut.roles]

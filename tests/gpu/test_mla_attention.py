@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kdtree_engine.kernels.mla_attention import launch
 from kdtree_engine.kernels.mla_attention.launch import Tiling, attend
 from kdtree_engine.kernels.mla_attention.plan import TILE, TablePlan
 from kdtree_engine.types import SpanTable
@@ -121,12 +122,15 @@ def test_the_packaged_model(context: int, dtype: torch.dtype) -> None:
     assert torch.equal(single[0], expected[9])
 
 
-def test_requests_of_different_lengths_do_not_meet() -> None:
-    contexts, count, width = [4000, 0, 130], 4, 66
-    keys, queries = text(4100)
-    latents = torch.full((200, TILE, WIDTH), torch.nan, device="cuda").bfloat16()
-    order = torch.randperm(200, generator=torch.Generator().manual_seed(3)).int().cuda()
-    pages = torch.stack([order[i * width : (i + 1) * width] for i in range(3)])
+def requests(
+    keys: Tensor, queries: Tensor, contexts: Sequence[int], count: int
+) -> tuple[Tensor, Tensor, TablePlan]:
+    """Queries, latents and plan of requests that decode chains of `count` rows."""
+    width = max(contexts) // TILE + 3
+    total = len(contexts) * width
+    latents = torch.full((total, TILE, WIDTH), torch.nan, device="cuda").bfloat16()
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(3)).int().cuda()
+    pages = order.view(len(contexts), width)
     slots, query = [], []
     for place, context in enumerate(contexts):
         at = torch.arange(context + count, device="cuda")
@@ -134,16 +138,47 @@ def test_requests_of_different_lengths_do_not_meet() -> None:
         latents.view(-1, WIDTH)[where] = keys[at]
         slots.append(where[context:])
         query.append(queries[context : context + count])
-    masks = torch.tensor([[1, 3, 7, 15]] * 3, device="cuda")
+    masks = torch.tensor([[(2 << row) - 1 for row in range(count)]] * len(contexts), device="cuda")
     table = SpanTable(torch.tensor(contexts, dtype=torch.int32, device="cuda"), pages, masks)
-    plan = TablePlan(table, torch.cat(slots), 3 * count)
+    plan = TablePlan(table, torch.cat(slots), len(contexts) * count)
+    return torch.cat(query), latents, plan
+
+
+def test_requests_of_different_lengths_do_not_meet() -> None:
+    contexts, count = [4000, 0, 130], 4
+    keys, queries = text(4100)
+    query, latents, plan = requests(keys, queries, contexts, count)
     alone = []
     for context in contexts:
         tokens = torch.arange(context, context + count, device="cuda")
         alone.append(run(keys, queries, context, tokens, None))
     for cut in (None, *cuts()):
-        result = attend(torch.cat(query), latents, plan, SCALE, KV, cut)
+        result = attend(query, latents, plan, SCALE, KV, cut)
         assert torch.equal(result, torch.cat(alone)), cut
+
+
+@pytest.mark.parametrize(("heads", "count"), [(8, 9), (12, 10), (24, 7), (64, 1), (128, 3)])
+def test_roles_serve_any_heads(heads: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles that end inside a row, rows wider than a tile, several spans and passes; and a tile
+    reads the queries of the next span, which are no business of its own.
+    """
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("warps with roles need an sm_90")
+    contexts = [4000, 0, 130, 63, 9000]
+    keys, queries = text(9100, heads)
+    query, latents, plan = requests(keys, queries, contexts, count)
+    expected = attend(query, latents, plan, SCALE, KV, Tiling(64, apart=True, ahead=True))
+    assert torch.isfinite(expected).all()
+    assert torch.equal(attend(query, latents, plan, SCALE, KV, ROLES), expected)
+    if heads * count >= 64:
+        assert launch.tiling(heads * count, False, launch.has_roles(query, latents, KV)).roles
+    spoilt = query.clone()
+    spoilt[count : 2 * count] = torch.nan
+    result = attend(spoilt, latents, plan, SCALE, KV, ROLES)
+    assert torch.equal(result[:count], expected[:count])
+    assert torch.equal(result[2 * count :], expected[2 * count :])
+    monkeypatch.setattr(launch, "_MOST_BYTES", 1 << 22)  # a span or two at a time
+    assert torch.equal(attend(query, latents, plan, SCALE, KV, ROLES), expected)
 
 
 def test_a_chain_of_64_rows() -> None:
@@ -158,8 +193,11 @@ def test_an_unused_place_of_a_step_is_finite() -> None:
     latents[3] = 0.0
     contexts = torch.zeros(2, dtype=torch.int32, device="cuda")
     pages = torch.full((2, 64), 3, dtype=torch.int32, device="cuda")
-    masks = torch.zeros(2, 4, dtype=torch.int64, device="cuda")
-    slots = torch.full((8,), 3 * TILE, device="cuda")
-    plan = TablePlan(SpanTable(contexts, pages, masks), slots, 8)
-    query = torch.randn(8, HEADS, WIDTH, device="cuda").bfloat16()
-    assert torch.equal(attend(query, latents, plan, SCALE, KV), query.new_zeros(8, HEADS, KV))
+    for count in (4, 16):
+        masks = torch.zeros(2, count, dtype=torch.int64, device="cuda")
+        slots = torch.full((2 * count,), 3 * TILE, device="cuda")
+        plan = TablePlan(SpanTable(contexts, pages, masks), slots, 2 * count)
+        query = torch.randn(2 * count, HEADS, WIDTH, device="cuda").bfloat16()
+        assert torch.equal(
+            attend(query, latents, plan, SCALE, KV), torch.zeros_like(query[..., :KV])
+        )

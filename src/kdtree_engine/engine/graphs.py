@@ -8,12 +8,10 @@ record, and the logits where they are kept for tests, which each graph keeps to 
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +29,7 @@ from kdtree_engine.engine.step import (
     decode_step,
     path_length,
 )
+from kdtree_engine.kernels.launch import recording
 from kdtree_engine.log import progress
 from kdtree_engine.types import DraftBlocks
 
@@ -77,21 +76,6 @@ class _Captured:
     places: Tensor
     blocks: DraftBlocks | None
     out: StepOutput
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Collect garbage now and not inside: a dead engine's graphs, freed while another is recorded,
-    would spoil the recording (CUDA: "operation failed due to a previous error during capture").
-    """
-    gc.collect()
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 class Runner:
@@ -242,9 +226,7 @@ class Runner:
             decode_step(parts, places, rows, blocks, Stopwatch(), options)
         torch.cuda.current_stream(parts.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may do with the device what they like, while this one records.
-        recording = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
-        with _no_collection(), recording:
+        with recording(graph, self._pool):
             out = decode_step(parts, places, rows, blocks, Stopwatch(), options)
         log.info(
             "captured a step of %d requests with %d rows each in %.1f s",

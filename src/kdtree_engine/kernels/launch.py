@@ -9,6 +9,10 @@ before it touches memory that the step writes (`begin` in kernels/prologue.py).
 from __future__ import annotations
 
 import functools
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +20,29 @@ from torch import Tensor
 
 SMALLEST_SHARED_MEMORY = 101_376
 """Bytes of shared memory a block may take on sm_120, the least of the devices supported."""
+
+
+_ONE_RECORDS = threading.Lock()
+
+
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
+    """Record into `graph` what this thread launches. pool: as of torch.cuda.graph.
+
+    Garbage is collected before and not meanwhile: a dead engine's graphs, freed while another one
+    is recorded, spoil it (CUDA: "operation failed due to a previous error during capture"). What
+    other threads do with the device is neither recorded nor forbidden.
+    """
+    with _ONE_RECORDS:
+        gc.collect()
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 def has_kernel(x: Tensor) -> bool:
@@ -43,7 +70,7 @@ def small_memory(device: torch.device) -> bool:
 
 
 @functools.cache
-def hopper(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
     """Whether the device is an sm_90, whose kernels may use wgmma and the copy engine by hand."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 

@@ -17,6 +17,7 @@ import torch
 
 from kdtree_engine.engine.measure.table import Machine
 from kdtree_engine.errors import KDTreeError
+from kdtree_engine.kernels.launch import recording
 
 LEAST_COPY_TBS = 4.0
 """An H200 whose copy is slower is shared or throttled: nothing measured on it counts."""
@@ -36,7 +37,7 @@ def captured(step: Call, device: torch.device) -> Call:
         return step
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with recording(graph):
         step()
     return graph.replay
 

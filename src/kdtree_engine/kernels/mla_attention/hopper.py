@@ -9,9 +9,11 @@ the softmax between. Here three groups of four warps share a tile of 64 columns:
             factors by which sums shrink beside them; keeps the maximum and the mass
     value   two groups, 256 value columns each: a = a shrink + w v
 
-Keys come by the copy engine (TMA), two tiles deep. A value group copies its own columns of the tile
-after the next as soon as it has added a tile, the scoring group the rope part. Barriers, one per
-stage: `full` of each of the three parts, `ready` (weights), `empty` (used by both value groups).
+Keys come by the copy engine (TMA), two tiles deep, in four pieces of latent columns and the rope
+part. A value group copies its own two pieces of the tile after the next as soon as it has added a
+tile; the second one, when the first is done too, the rope part. Barriers, of each stage: `full`
+(one for each of the five parts), `ready` (the weights), `done` (the first value group's, for the
+second).
 
 While the values of one tile are added, the next one is scored. For trees of bfloat16 rows over
 latents of 512 + 64 numbers; everything else goes through kernel.py. Keys lie in whole tiles, which
@@ -40,7 +42,7 @@ PIECE = gl.constexpr(128)  # latent columns that are copied at once; a group of 
 PIECES = gl.constexpr(4)
 ONES = gl.constexpr(16)  # columns of the product that adds up weights, all alike
 STAGES = gl.constexpr(2)
-TILE_BYTES = gl.constexpr(64 * (512 + 64) * 2)
+QUERY_BYTES = gl.constexpr(TILE.value * (KV.value + ROPE.value) * 2)
 LOWEST = gl.constexpr(-1e30)
 
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
@@ -108,7 +110,7 @@ def score_part(queries, query_rows, latent, rope, shrinks, q_latent, q_rope, one
     factor = gl.full([TILE, TILE], 0.0, gl.float32, SCORES) + scale
     if steps > 0:
         queried = q_full.index(0)
-        mbarrier.expect(queried, TILE_BYTES)
+        mbarrier.expect(queried, QUERY_BYTES)
         tma.async_copy_global_to_shared(queries, [column, 0], queried, q_latent)
         tma.async_copy_global_to_shared(query_rows, [column, KV], queried, q_rope)
         mbarrier.wait(queried, 0)
@@ -197,6 +199,7 @@ def value_part(key_rows, rope_rows, latent, rope, shrinks, full, ready, done, va
                 copy(key_rows, following, RIGHT * PIECE, right, full[RIGHT].index(stage))
                 if HALF == 1:
                     mbarrier.wait(done.index(stage), phase)
+                    gl.thread_barrier()  # none still waits when the next use of `done` can come
                     copy(rope_rows, following, KV, weight, full[PIECES].index(stage))
                 ahead, t, end = tile_after(ahead, t, end, chunk, chunks, blocks, length, ZONES)
                 following = gl.load(table + t, mask=step + STAGES + 1 < steps, other=0)
@@ -256,7 +259,7 @@ def gather_piece(row, wanted, latent):
 
 @gluon.jit
 def own_scores(queries, query_rows, latents, slots, contexts, pages, ancestors, scores, places,
-               count, columns, width, first, end, stride, q_latent, q_rope, latent, rope, own_full,
+               count, width, first, end, stride, q_latent, q_rope, latent, rope, own_full,
                HEADS: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
     """Every stride-th unit: scores of 64 columns on 64 keys, of those that are some row's own.
 
@@ -276,7 +279,7 @@ def own_scores(queries, query_rows, latents, slots, contexts, pages, ancestors, 
         span = unit // (2 * tiles)
         column = span * count * HEADS + tile * TILE
         gl.thread_barrier()  # what these buffers held has been read
-        mbarrier.expect(queried, TILE_BYTES)
+        mbarrier.expect(queried, QUERY_BYTES)
         tma.async_copy_global_to_shared(queries, [column, 0], queried, q_latent)
         tma.async_copy_global_to_shared(query_rows, [column, KV], queried, q_rope)
         slot = gl.load(slots + span * count + k, mask=k < count, other=0)
@@ -373,5 +376,5 @@ def role_partials(key_rows, rope_rows, queries, query_rows, latents, slots, cont
         first, end, stride = index - shared, gl.minimum(units, 2 * further), further
     own_scores(
         queries, query_rows, latents, slots, contexts, pages, ancestors, scores, places, count,
-        columns, width, first, end, stride, q_latent, q_rope, latent, rope, own_full, HEADS, ROWS,
+        width, first, end, stride, q_latent, q_rope, latent, rope, own_full, HEADS, ROWS,
     )  # fmt: skip

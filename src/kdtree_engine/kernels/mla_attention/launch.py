@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kdtree_engine.kernels.launch import (
-    hopper,
+    is_hopper,
     launch_options,
     multiprocessors,
     precise,
@@ -37,8 +37,8 @@ class Tiling:
     whose context is short, where wide tiles would leave most of the device idle; the kernel reads
     the context. fold_width, fold_heads, fold_warps: value columns, heads and warps of a program of
     `combine`; fold_batch: blocks that it reads at once. zones: the blocks, not a free choice.
-    roles: a tree's blocks by warps with roles of their own (hopper.py); columns are 64 then, and
-    the fields up to `short` say how a causal run is cut.
+    roles: a tree's blocks by warps with roles of their own (hopper.py), always 64 columns; what
+    stands before fold_width is then for causal runs alone.
     """
 
     columns: int
@@ -67,16 +67,20 @@ def tiling(columns: int, small_memory: bool, roles: bool = False) -> Tiling:
         return Tiling(16, stages=3, fold_width=64, fold_batch=16, fold_heads=2)
     wide = Tiling(64, apart=True, ahead=True, roles=roles and columns >= 64)
     if columns <= 64:
-        return replace(wide, short=16, fold_batch=16, fold_heads=2)
+        return replace(wide, short=64 if wide.roles else 16, fold_batch=16, fold_heads=2)
     if columns <= 128:
         return replace(wide, fold_width=32, fold_batch=16, fold_heads=8)
     return wide
 
 
-def has_roles(query: Tensor, value_dim: int) -> bool:
-    """Whether hopper.py serves trees of such rows: the device, the type and the widths."""
+def has_roles(query: Tensor, latents: Tensor, value_dim: int) -> bool:
+    """Whether hopper.py serves trees of such rows: the device, the type, the widths, and what the
+    copy engine asks of addresses.
+    """
     widths = (value_dim, query.shape[2] - value_dim)
-    return hopper(query.device) and query.dtype == torch.bfloat16 and widths == (512, 64)
+    aligned = query.data_ptr() % 16 == 0 and latents.data_ptr() % 16 == 0
+    of_k2 = query.dtype == torch.bfloat16 and widths == (512, 64)
+    return is_hopper(query.device) and of_k2 and aligned
 
 
 def attend(
@@ -106,7 +110,7 @@ def attend(
     out = query.new_empty(rows, heads, value_dim)
     query = query.contiguous()
     if cut is None:
-        roles = tree is not None and has_roles(query, value_dim)
+        roles = tree is not None and has_roles(query, latents, value_dim)
         cut = tiling(count * heads, small_memory(query.device), roles)
     for places, first, end in _passes(plan.spans, count, heads * value_dim * 4, cut):
         own = slice(places.start * count + first, (places.stop - 1) * count + end)
@@ -173,9 +177,8 @@ def _launch(
     rounded = scale * math.log2(math.e)
     options = {"PRECISE": precise(query), **launch_options(query)}
     if cut.roles and not causal:
-        _launch_roles(
-            query, latents, plan, values, high, mass, scores, places, rounded, chunks, own, cut
-        )
+        results = (values, high, mass, scores, places)
+        _launch_roles(query, latents, plan, results, rounded, chunks, tiles * chunks, own, cut)
     else:
         kernel.partials[(tiles * chunks + own,)](
             query, latents, plan.slots, table.contexts, table.pages, ancestors, values, high, mass,
@@ -200,13 +203,10 @@ def _launch_roles(
     query: Tensor,
     latents: Tensor,
     plan: TablePlan,
-    values: Tensor,
-    high: Tensor,
-    mass: Tensor,
-    scores: Tensor,
-    places: Tensor,
+    results: tuple[Tensor, ...],
     scale: float,
     chunks: int,
+    shared: int,
     own: int,
     cut: Tiling,
 ) -> None:
@@ -219,8 +219,8 @@ def _launch_roles(
     table = plan.spans
     spans, pages = table.pages.shape
     count = rows // spans
-    assert has_roles(query, values.shape[2]) and cut.columns == TILE, (query.shape, cut)
-    shared = spans * -(-count * heads // TILE) * chunks
+    assert has_roles(query, latents, results[0].shape[2]) and cut.columns == TILE, cut
+    assert scale > 0, scale  # the largest scaled score is the largest score, scaled
 
     def tiles_of(x: Tensor, columns: int) -> TensorDescriptor:
         return TensorDescriptor.from_tensor(x, [TILE, columns], kernel.SWIZZLED.value)
@@ -229,8 +229,8 @@ def _launch_roles(
     kernel.role_partials[(shared + own,)](
         tiles_of(keys, kernel.PIECE.value), tiles_of(keys, TILE),
         tiles_of(asked, kernel.KV.value), tiles_of(asked, TILE),
-        latents, plan.slots, table.contexts, table.pages, table.ancestors, values, high, mass,
-        scores, places, scale, count, rows * heads, pages, chunks, shared, HEADS=heads,
+        latents, plan.slots, table.contexts, table.pages, table.ancestors, *results, scale, count,
+        rows * heads, pages, chunks, shared, HEADS=heads,
         ZONES=cut.zones, ROWS=_rows_met(TILE, heads), num_warps=4, **launch_options(query),
     )  # fmt: skip
 
