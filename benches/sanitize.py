@@ -40,7 +40,12 @@ RESULTS = HERE.parent / "results" / "sanitizer.json"
 OPTIONS = {
     "memcheck": ["--tool", "memcheck", "--padding", "32"],
     "racecheck": ["--tool", "racecheck", "--racecheck-report", "all"],
+    "synccheck": ["--tool", "synccheck"],
 }
+HAZARD = re.compile(
+    r"Potential (\w+) hazard[^\n]*\n=+ +(Read|Write) Thread[^\n]* at (\w+)\+0x\w+ in (\S+)"
+    r"\n=+ +(Read|Write) Thread[^\n]* in (\S+)"
+)
 TAIL = 4000  # characters kept of a tool's output
 MARK = "launched kernels: "
 
@@ -196,7 +201,9 @@ def _wide(device: torch.device) -> None:
 
 
 def found_in(output: str, kernels: Sequence[str]) -> dict[str, Any]:
-    """A tool's own count of errors (racecheck: hazards), and the kernels that its report names."""
+    """A tool's own count of errors (racecheck: hazards), the kernels that its report names, and how
+    many hazards it lists between which two lines of source.
+    """
     report = [line for line in output.splitlines() if line.startswith("=========")]
     counts = [
         int(number)
@@ -204,9 +211,14 @@ def found_in(output: str, kernels: Sequence[str]) -> dict[str, Any]:
         for number in re.findall(r"SUMMARY: (\d+) (?:errors?|hazards?)", line)
     ]
     named = Counter(name for line in report for name in kernels if re.search(rf"\b{name}\b", line))
+    between = Counter(
+        f"{kind} in {kernel}: {verb} at {first}, {other} at {second}"
+        for kind, verb, kernel, first, other, second in HAZARD.findall("\n".join(report))
+    )
     return {
         "errors": sum(counts) if counts else None,  # None: it did not come to a summary
         "kernels_named": dict(named),
+        "hazards_between": dict(between.most_common()),
         "first_lines": report[:60],
     }
 
@@ -216,7 +228,8 @@ def under(tool: str, args: argparse.Namespace, kernels: Sequence[str]) -> dict[s
     command = [sys.executable, str(HERE), "--load", "--device", args.device, "--parts", args.parts]
     variables = dict(os.environ)
     if tool != "bare":
-        common = ["--target-processes", "application-only", "--print-limit", "200"]
+        common = ["--target-processes", "application-only", "--print-limit", "50000"]
+        common += ["--show-backtrace", "no"]
         command = [args.sanitizer, *OPTIONS[tool], *common, *command]
     if tool == "memcheck":
         variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"

@@ -61,4 +61,21 @@ def test_reports_are_read(sanitize: ModuleType) -> None:
     found = sanitize.found_in(bad + "========= ERROR SUMMARY: 1 error\n", ["combine", "partials"])
     assert found["errors"] == 1 and found["kernels_named"] == {"combine": 1}
     result = {"exit_code": 0, "kernels_not_seen": [], "errors": None}
-    assert not sanitize.clean(result, "cuda")
+    assert not sanitize.clean(result, True)
+    result = {"exit_code": 0, "kernels_not_seen": ["combine"], "errors": 0}
+    assert sanitize.clean(result, False) and not sanitize.clean(result, True)
+
+
+def test_hazards_are_counted_by_their_lines(sanitize: ModuleType) -> None:
+    hazard = (
+        "========= Error: Potential RAW hazard detected at __shared__ 0x36c81 in block (28,0,0) :\n"
+        "=========     Write Thread (67,0,0) at role_partials+0xb530 in hopper.py:130\n"
+        "=========     Read Thread (192,0,0) at role_partials+0x21d0 in hopper.py:187\n"
+    )
+    found = sanitize.found_in(hazard * 3, ["role_partials"])["hazards_between"]
+    assert found == {"RAW in role_partials: Write at hopper.py:130, Read at hopper.py:187": 3}
+
+
+def test_an_unknown_part_is_named(sanitize: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="no part wider; there are packaged-0"):
+        sanitize.load("cpu", "wider")

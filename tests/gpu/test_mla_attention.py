@@ -181,6 +181,21 @@ def test_roles_serve_any_heads(heads: int, count: int, monkeypatch: pytest.Monke
     assert torch.equal(attend(query, latents, plan, SCALE, KV, ROLES), expected)
 
 
+@pytest.mark.parametrize("count", [8, 20, 64])
+def test_roles_in_any_order(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warps that rest at random, so that groups meet in many orders: what racecheck cannot follow
+    (barriers that one thread arrives at for its group) must show here.
+    """
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("warps with roles need an sm_90")
+    keys, queries = text(9100)
+    query, latents, plan = requests(keys, queries, [0, 63, 64, 130, 200, 4000, 9000], count)
+    expected = attend(query, latents, plan, SCALE, KV, Tiling(64, apart=True, ahead=True))
+    monkeypatch.setattr(launch, "_DELAYS", True)
+    for _ in range(30):
+        assert torch.equal(attend(query, latents, plan, SCALE, KV, ROLES), expected)
+
+
 def test_a_chain_of_64_rows() -> None:
     keys, queries = text(2000)
     tokens = torch.arange(1407, 1471, device="cuda")

@@ -55,6 +55,29 @@ GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
+def pause(step, DELAYS: gl.constexpr):
+    """For tests: each warp rests for up to 2 us, as its clock has it. A wait that is missing, or
+    one that is too late, then shows in the bits.
+    """
+    if DELAYS:
+        gl.inline_asm_elementwise(
+            """{
+            .reg .u32 t;
+            mov.u32 t, %clock;
+            mul.lo.u32 t, t, 0x9E3779B1;
+            shr.u32 t, t, 21;
+            nanosleep.u32 t;
+            mov.u32 $0, $1;
+            }""",
+            "=r,r",
+            [step],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@gluon.jit
 def barriers(COUNT: gl.constexpr):
     """So many barriers that one arrival completes."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
@@ -100,7 +123,7 @@ def score_tile(q_latent, q_rope, latent, rope, full, stage, phase):
 @gluon.jit
 def score_part(queries, query_rows, latent, rope, shrinks, q_latent, q_rope, ones, full, ready,
                q_full, high, mass, scale, column, columns, last, chunk, chunks, blocks, length,
-               turns, steps, ZONES: gl.constexpr):  # fmt: skip
+               turns, steps, ZONES: gl.constexpr, DELAYS: gl.constexpr):  # fmt: skip
     """Four warps: scores, weights, the factors of the sums; a block's maximum and mass.
 
     scale is positive, so the largest scaled score is the largest score, scaled.
@@ -121,14 +144,18 @@ def score_part(queries, query_rows, latent, rope, shrinks, q_latent, q_rope, one
         n = gl.zeros([TILE, ONES], gl.float32, MASS)
         for _ in range(first, final):
             stage = step % STAGES
+            pause(step, DELAYS)
             s = score_tile(q_latent, q_rope, latent, rope, full, stage, step // STAGES & 1)
             top = gl.maximum(m, gl.max(s, 1) * scale)
             shift = gl.expand_dims(-top, 1) + gl.zeros([TILE, TILE], gl.float32, SCORES)
             weight = gl.exp2(gl.fma(s, factor, shift)).to(gl.bfloat16)
+            pause(step, DELAYS)
             gl.thread_barrier()  # all warps have scored: the rope part may go
+            pause(step, DELAYS)
             rope.index(stage).store(weight)
             shrinks.index(stage).store(gl.exp2(m - top))
             fence_async_shared()
+            pause(step, DELAYS)
             gl.thread_barrier()
             mbarrier.arrive(ready.index(stage))
             less = gl.convert_layout(gl.exp2(m - top), gl.SliceLayout(1, MASS))
@@ -148,7 +175,7 @@ def score_part(queries, query_rows, latent, rope, shrinks, q_latent, q_rope, one
 @gluon.jit
 def value_part(key_rows, rope_rows, latent, rope, shrinks, full, ready, done, values, table, column,
                columns, last, chunk, chunks, blocks, length, turns, steps, HALF: gl.constexpr,
-               ZONES: gl.constexpr):  # fmt: skip
+               ZONES: gl.constexpr, DELAYS: gl.constexpr):  # fmt: skip
     """Four warps: the weighted sums of two pieces of value columns, and the copies of these pieces.
 
     The second group waits for the first one, and copies the rope part too: both have read the
@@ -182,16 +209,19 @@ def value_part(key_rows, rope_rows, latent, rope, shrinks, full, ready, done, va
             mbarrier.wait(full[LEFT].index(stage), phase)
             mbarrier.wait(full[RIGHT].index(stage), phase)
             mbarrier.wait(ready.index(stage), phase)
+            pause(step, DELAYS)
             more = step + STAGES < steps
             begun = tile > first
             shrink = gl.expand_dims(shrinks.index(stage).load(gl.SliceLayout(1, VALUES)), 1)
             a = warpgroup_mma(weight, left, a * shrink, use_acc=begun, is_async=True)
             b = warpgroup_mma(weight, right, b * shrink, use_acc=begun, is_async=True)
+            pause(step, DELAYS)
             a = warpgroup_mma_wait(1, [a])
             gl.thread_barrier()  # all warps have read this piece, which nobody else adds
             if more:
                 copy(key_rows, following, LEFT * PIECE, left, full[LEFT].index(stage))
             b = warpgroup_mma_wait(0, [b])
+            pause(step, DELAYS)
             gl.thread_barrier()
             if HALF == 0:
                 mbarrier.arrive(done.index(stage))
@@ -199,6 +229,7 @@ def value_part(key_rows, rope_rows, latent, rope, shrinks, full, ready, done, va
                 copy(key_rows, following, RIGHT * PIECE, right, full[RIGHT].index(stage))
                 if HALF == 1:
                     mbarrier.wait(done.index(stage), phase)
+                    pause(step, DELAYS)
                     gl.thread_barrier()  # none still waits when the next use of `done` can come
                     copy(rope_rows, following, KV, weight, full[PIECES].index(stage))
                 ahead, t, end = tile_after(ahead, t, end, chunk, chunks, blocks, length, ZONES)
@@ -309,7 +340,7 @@ def own_scores(queries, query_rows, latents, slots, contexts, pages, ancestors, 
 def role_partials(key_rows, rope_rows, queries, query_rows, latents, slots, contexts, pages,
                   ancestors, values, high, mass, scores, places, scale, count, columns, width,
                   chunks, shared, HEADS: gl.constexpr, ZONES: gl.constexpr, ROWS: gl.constexpr,
-                  PDL: gl.constexpr):  # fmt: skip
+                  DELAYS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """kernel.partials for trees of bfloat16: programs 0..shared-1 take blocks.
 
     key_rows, rope_rows: descriptors of the latents [slots, 576], for tiles of [64, 128] and
@@ -357,13 +388,13 @@ def role_partials(key_rows, rope_rows, queries, query_rows, latents, slots, cont
         [
             (score_part, (queries, query_rows, latent, rope, shrinks, q_latent, q_rope, ones, full,
                           ready, q_full, high, mass, scale, column, columns, last, chunk, chunks,
-                          blocks, length, turns, steps, ZONES)),
+                          blocks, length, turns, steps, ZONES, DELAYS)),
             (value_part, (key_rows, rope_rows, latent, rope, shrinks, full, ready, done,
                           values, table, column, columns, last, chunk, chunks, blocks, length,
-                          turns, steps, gl.constexpr(0), ZONES)),
+                          turns, steps, gl.constexpr(0), ZONES, DELAYS)),
             (value_part, (key_rows, rope_rows, latent, rope, shrinks, full, ready, done,
                           values, table, column, columns, last, chunk, chunks, blocks, length,
-                          turns, steps, gl.constexpr(1), ZONES)),
+                          turns, steps, gl.constexpr(1), ZONES, DELAYS)),
         ],
         [4, 4],
         [168, 168],

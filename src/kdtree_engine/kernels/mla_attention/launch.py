@@ -24,6 +24,7 @@ ZONES = zones()
 # a run, so 64 heads and the widest table (262,144 positions) still take 2.7 GB.
 _MOST_BYTES = 1 << 29
 _SHORT_CONTEXT = 6144  # keys, see Tiling.short: timed at 4,096 (a gain) and 32,768 (a loss)
+_DELAYS = False  # for tests: warps with roles rest at random, see hopper.pause
 _OWN_KEYS = 2 * TILE  # a tree row's: 63 committed keys and 64 ancestors at most
 
 
@@ -230,8 +231,8 @@ def _launch_roles(
         tiles_of(keys, kernel.PIECE.value), tiles_of(keys, TILE),
         tiles_of(asked, kernel.KV.value), tiles_of(asked, TILE),
         latents, plan.slots, table.contexts, table.pages, table.ancestors, *results, scale, count,
-        rows * heads, pages, chunks, shared, HEADS=heads,
-        ZONES=cut.zones, ROWS=_rows_met(TILE, heads), num_warps=4, **launch_options(query),
+        rows * heads, pages, chunks, shared, HEADS=heads, ZONES=cut.zones,
+        ROWS=_rows_met(TILE, heads), DELAYS=_DELAYS, num_warps=4, **launch_options(query),
     )  # fmt: skip
 
 
