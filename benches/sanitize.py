@@ -1,12 +1,16 @@
 """Every kernel under compute-sanitizer: memcheck (bounds) and racecheck (shared memory).
 
-    python benches/sanitize.py [--tools memcheck,racecheck] [--limit 200] [--sanitizer PATH]
+    python benches/sanitize.py [--tools memcheck,racecheck] [--parts NAME,...] [--limit 200]
 
 The load is a short run at small shapes: the packaged model and one rank's share of a tiny K2.6
 decode a few tokens plainly, by a tree and by a chain, with and without filters, and operators
 outside of a step run once. It runs by itself first, which compiles the kernels and says which were
 launched, then under each tool. Operators are launched one by one: under memcheck every tensor is an
 allocation of its own, which a graph cannot be.
+
+`consan` is no tool of compute-sanitizer but Triton's own concurrency sanitizer, which follows the
+barriers in memory, copies and products by which groups of warps meet, as racecheck does not. It is
+compiled into kernels (minutes), so it watches one part: attention with roles.
 
 One JSON file: benches/results/sanitizer.json. Ends with 1 if anything was found or did not run.
 """
@@ -88,13 +92,15 @@ def parts(device: str) -> dict[str, Callable[[], None]]:
         f"packaged-{nodes}": partial(_packaged, device, nodes) for nodes in (0, 15, "chain:7")
     }
     there = torch.device(device)
-    rest = {"tiny": _tiny, "operators": _operators, "wide": _wide}
+    rest = {"tiny": _tiny, "operators": _operators, "roles": _roles, "fp8": _fp8}
     return models | {name: partial(run, there) for name, run in rest.items()}
 
 
 def load(device: str, chosen: str = "") -> Counter[str]:
     """Run parts, all or those named between commas; launches by kernel."""
     began, known = time.perf_counter(), parts(device)
+    if os.environ.get("TRITON_INSTRUMENTATION_MODE"):
+        _workspace()
     with torch.inference_mode(), counted() as seen:
         for name in chosen.split(",") if chosen else known:
             if name not in known:
@@ -104,6 +110,15 @@ def load(device: str, chosen: str = "") -> Counter[str]:
                 torch.cuda.synchronize()
             _report(name, seen, began)
     return seen
+
+
+def _workspace() -> None:
+    """Let instrumented kernels have the memory in which they note who did what."""
+    import triton
+
+    triton.set_allocator(
+        lambda size, align, stream: torch.empty(size, dtype=torch.int8, device="cuda")
+    )
 
 
 def _report(part: str, seen: Counter[str], began: float) -> None:
@@ -169,35 +184,36 @@ def _operators(device: torch.device) -> None:
         remember(given.state, given.places, emitted, given.places + 1)
 
 
-def _wide(device: torch.device) -> None:
-    """What needs K2.6's widths: attention by warps with roles; and FP8 weights."""
-    from kdtree_engine.kernels.experts import expert_mlp, random_packed_experts
-    from kdtree_engine.kernels.linear import product, random_linear
+def _roles(device: torch.device) -> None:
+    """Attention at K2.6's widths, by warps with roles; the CPU has no such kernel to watch."""
     from kdtree_engine.kernels.mla_attention import TablePlan, mla_attention
-    from kdtree_engine.kernels.router import RouterSettings, route_rows
     from kdtree_engine.types import SpanTable
 
-    rows, heads, context, pages, dtype = 64, 8, 1000, 18, torch.bfloat16
+    rows, heads, pages, dtype = 64, 8, 18, torch.bfloat16
     latents = torch.randn(pages, 64, 576, device=device).to(dtype)
     query = torch.randn(rows, heads, 576, device=device).to(dtype)
     masks = torch.tensor([[(2 << row) - 1 for row in range(63)] + [-1]], device=device)
     table = torch.arange(pages, dtype=torch.int32, device=device)[None]
-    contexts = torch.tensor([context], dtype=torch.int32, device=device)
     slots = 17 * 64 + torch.arange(rows, device=device)
-    if device.type == "cuda":  # the CPU's plan is another one, and has no kernels to watch
+    for context in (0, 64, 1000) if device.type == "cuda" else ():
+        contexts = torch.tensor([context], dtype=torch.int32, device=device)
         plan = TablePlan(SpanTable(contexts, table, masks), slots, rows)
         mla_attention(query, latents, plan, 0.1, 512)
 
-    weight = random_linear(512, 1024, dtype, device, 0.02, quantised=True)
+
+def _fp8(device: torch.device) -> None:
+    """Products and experts of FP8 weights."""
+    from kdtree_engine.kernels.experts import expert_mlp, random_packed_experts
+    from kdtree_engine.kernels.linear import product, random_linear
+    from kdtree_engine.kernels.router import RouterSettings, route_rows
+
+    weight = random_linear(512, 1024, torch.bfloat16, device, 0.02, quantised=True)
     experts = random_packed_experts(8, 256, 128, 128, device, planes=2)
-    settings = RouterSettings(2, 1, 1, True, 1.0)
-    if device.type == "cuda":
-        for count in (1, 64):
-            product(torch.randn(count, 1024, device=device).to(dtype), weight)
-            scores = torch.randn(8, count, 8 + 256, device=device)
-            bias = torch.zeros(8, device=device)
-            routing = route_rows(scores, bias, settings, 128)
-            expert_mlp(torch.randn(count, 256, device=device).to(dtype), routing, experts)
+    settings, bias = RouterSettings(2, 1, 1, True, 1.0), torch.zeros(8, device=device)
+    for count in (1, 64) if device.type == "cuda" else ():
+        product(torch.randn(count, 1024, device=device).bfloat16(), weight)
+        routing = route_rows(torch.randn(8, count, 264, device=device), bias, settings, 128)
+        expert_mlp(torch.randn(count, 256, device=device).bfloat16(), routing, experts)
 
 
 def found_in(output: str, kernels: Sequence[str]) -> dict[str, Any]:
@@ -225,9 +241,12 @@ def found_in(output: str, kernels: Sequence[str]) -> dict[str, Any]:
 
 def under(tool: str, args: argparse.Namespace, kernels: Sequence[str]) -> dict[str, Any]:
     """Run the load under a tool; "bare" is none."""
-    command = [sys.executable, str(HERE), "--load", "--device", args.device, "--parts", args.parts]
+    chosen = "roles" if tool == "consan" else args.parts
+    command = [sys.executable, str(HERE), "--load", "--device", args.device, "--parts", chosen]
     variables = dict(os.environ)
-    if tool != "bare":
+    if tool == "consan":
+        variables["TRITON_INSTRUMENTATION_MODE"] = "consan"
+    elif tool != "bare":
         common = ["--target-processes", "application-only", "--print-limit", "50000"]
         common += ["--show-backtrace", "no"]
         command = [args.sanitizer, *OPTIONS[tool], *common, *command]
@@ -257,7 +276,9 @@ def under(tool: str, args: argparse.Namespace, kernels: Sequence[str]) -> dict[s
         "kernels_not_seen": [name for name in kernels if name not in seen],
         "tail": output[-TAIL:],
     }
-    if tool != "bare":
+    if tool == "consan":  # an assertion on the device ends the process
+        result |= {"errors": 0 if code == 0 else None, "kernels_not_seen": []}
+    elif tool != "bare":
         result |= found_in(output, kernels)
     return result
 
@@ -274,7 +295,7 @@ def main() -> int:
     parser.add_argument("--load", action="store_true", help="only run what the tools watch")
     parser.add_argument("--parts", default="", help="names between commas; default: all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--tools", default="memcheck,racecheck")
+    parser.add_argument("--tools", default="memcheck,racecheck", help="also synccheck, consan")
     parser.add_argument("--limit", type=float, default=200.0, help="seconds a tool")
     parser.add_argument("--sanitizer", help="compute-sanitizer, where it is not on the PATH")
     parser.add_argument("--commit", help="what to record where the source has no git history")
