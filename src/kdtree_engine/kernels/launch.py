@@ -22,7 +22,7 @@ SMALLEST_SHARED_MEMORY = 101_376
 """Bytes of shared memory a block may take on sm_120, the least of the devices supported."""
 
 
-_ONE_RECORDS = threading.Lock()
+_ONE_RECORDS = threading.RLock()  # a recording inside another is an error of CUDA, no deadlock
 
 
 @contextmanager
