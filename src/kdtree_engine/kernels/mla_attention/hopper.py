@@ -31,19 +31,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kdtree_engine.kernels.mla_attention.kernel import block_at, block_of
+from kdtree_engine.kernels.mla_attention.kernel import LOWEST, ONES, TILE, block_at, block_of
+from kdtree_engine.kernels.prologue import begin
 
-TILE = gl.constexpr(64)  # keys of a tile, and columns of a program
+# A program has TILE columns, as many as a tile has keys.
 KV = gl.constexpr(512)
 ROPE = gl.constexpr(64)
 PIECE = gl.constexpr(128)  # latent columns that are copied at once; a group of warps adds two
 PIECES = gl.constexpr(4)
-ONES = gl.constexpr(16)  # columns of the product that adds up weights, all alike
 STAGES = gl.constexpr(2)
 QUERY_BYTES = gl.constexpr(TILE.value * (KV.value + ROPE.value) * 2)
-LOWEST = gl.constexpr(-1e30)
 
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -149,22 +147,23 @@ def score_part(queries, query_rows, latent, rope, shrinks, q_latent, q_rope, one
             top = gl.maximum(m, gl.max(s, 1) * scale)
             shift = gl.expand_dims(-top, 1) + gl.zeros([TILE, TILE], gl.float32, SCORES)
             weight = gl.exp2(gl.fma(s, factor, shift)).to(gl.bfloat16)
+            shrink = gl.exp2(m - top)
+            m = top
             pause(step, DELAYS)
             gl.thread_barrier()  # all warps have scored: the rope part may go
             pause(step, DELAYS)
             rope.index(stage).store(weight)
-            shrinks.index(stage).store(gl.exp2(m - top))
+            shrinks.index(stage).store(shrink)
             fence_async_shared()
             pause(step, DELAYS)
             gl.thread_barrier()
             mbarrier.arrive(ready.index(stage))
-            less = gl.convert_layout(gl.exp2(m - top), gl.SliceLayout(1, MASS))
+            less = gl.convert_layout(shrink, gl.SliceLayout(1, MASS))
             n = warpgroup_mma(
                 gl.convert_layout(weight, WEIGHTS),
                 ones.permute((1, 0)),
                 n * gl.expand_dims(less, 1),
             )
-            m = top
             step += 1
         if final > first:
             at = block * columns
@@ -346,9 +345,7 @@ def role_partials(key_rows, rope_rows, queries, query_rows, latents, slots, cont
     key_rows, rope_rows: descriptors of the latents [slots, 576], for tiles of [64, 128] and
     [64, 64]; queries, query_rows: of the query [R * HEADS, 576], for [64, 512] and [64, 64].
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    begin(PDL)
     index = gl.program_id(0)
     q_latent = gl.allocate_shared_memory(gl.bfloat16, [TILE, KV], SWIZZLED)
     q_rope = gl.allocate_shared_memory(gl.bfloat16, [TILE, ROPE], SWIZZLED)
