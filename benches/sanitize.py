@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -103,8 +103,6 @@ def load(device: str, chosen: str = "") -> Counter[str]:
         _workspace()
     with torch.inference_mode(), counted() as seen:
         for name in chosen.split(",") if chosen else known:
-            if name not in known:
-                raise SystemExit(f"--parts {chosen}: no part {name}; there are {', '.join(known)}")
             known[name]()
             if device == "cuda":
                 torch.cuda.synchronize()
@@ -289,6 +287,13 @@ def clean(result: dict[str, Any], complete: bool) -> bool:
     return result["exit_code"] == 0 and not missed and result.get("errors", 0) == 0
 
 
+def _known(option: str, given: str, names: Iterable[str]) -> None:
+    """End with one line where `given`, names between commas, has another than `names`."""
+    for name in given.split(",") if given else ():
+        if name not in names:
+            raise SystemExit(f"{option} {given}: there is no {name}; known are {', '.join(names)}")
+
+
 def main() -> int:
     """Run the load, or the tools over it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -301,6 +306,8 @@ def main() -> int:
     parser.add_argument("--commit", help="what to record where the source has no git history")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    _known("--parts", args.parts, parts(args.device))
+    _known("--tools", args.tools, (*OPTIONS, "consan"))
     if args.load:
         load(args.device, args.parts)
         return 0
@@ -309,7 +316,7 @@ def main() -> int:
         or shutil.which("compute-sanitizer")
         or "/usr/local/cuda/bin/compute-sanitizer"
     )
-    if not Path(args.sanitizer).exists():
+    if args.tools != "consan" and not Path(args.sanitizer).exists():
         raise SystemExit(f"no compute-sanitizer at {args.sanitizer}")
     cuda = args.device == "cuda"
     kernels = launched_kernels(not cuda or torch.cuda.get_device_capability() == (9, 0))

@@ -43,19 +43,26 @@ def hub_cache(variables: Mapping[str, str] | None = None) -> Path:
     HUGGINGFACE_HUB_CACHE, or `hub` in HF_HOME.
 
     HF_HOME is `huggingface` in XDG_CACHE_HOME, which is ~/.cache, unless they are set. Values may
-    hold `~` and other variables ($SCRATCH/hf), as there.
+    hold `~` and other variables ($SCRATCH/hf), as there. Raises OptionError for a `~` that has no
+    home.
     """
     found = os.environ if variables is None else variables
 
-    def path(text: str) -> Path:
-        return Path(Template(text).safe_substitute(found)).expanduser()
+    def path(name: str, text: str) -> Path:
+        try:
+            return Path(Template(text).safe_substitute(found)).expanduser()
+        except RuntimeError as error:
+            raise OptionError(
+                f"{name} is {text!r:.200}, whose ~ has no home directory; give a whole path"
+            ) from error
 
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if found.get(name):
-            return path(found[name])
+            return path(name, found[name])
     if found.get("HF_HOME"):
-        return path(found["HF_HOME"]) / "hub"
-    return path(found.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface" / "hub"
+        return path("HF_HOME", found["HF_HOME"]) / "hub"
+    home = path("XDG_CACHE_HOME", found.get("XDG_CACHE_HOME") or "~/.cache")
+    return home / "huggingface" / "hub"
 
 
 def _threads(text: str) -> int | None:

@@ -145,8 +145,11 @@ def test_options_of_the_engine(folder: Path) -> None:
 
 def test_many_requests_must_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kdtree_engine.engine.memory.free_bytes", lambda device: 32 << 20)
+    monkeypatch.setattr("kdtree_engine.engine.build.load_target", None)  # before any weight is read
     error = refused(lambda: LLM(folder, cache_pages=1, max_requests=4096))
     assert "max_requests 4096 take" in str(error)
+    error = refused(lambda: LLM(folder, cache_pages=10**6, max_requests=1))
+    assert "cache_pages 1000000 take" in str(error)
 
 
 MESSAGES: list[dict[str, Any]] = [

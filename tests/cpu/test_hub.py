@@ -76,6 +76,16 @@ def test_where_the_cache_is(variables: dict[str, str], place: str) -> None:
     assert hub_cache(variables) == Path(place).expanduser()
 
 
+def test_a_home_that_is_nowhere_is_one_line() -> None:
+    with pytest.raises(OptionError, match="HF_HOME is '~nosuchuser/x', whose ~ has no home"):
+        hub_cache({"HF_HOME": "~nosuchuser/x"})
+
+
+def test_an_empty_name_is_no_folder() -> None:
+    with pytest.raises(CheckpointError, match="is empty: give a folder or ORG/NAME"):
+        find_folder("")
+
+
 def test_a_name_is_its_download(snapshot: Path) -> None:
     address = f"https://huggingface.co/{NAME}"
     for name in (NAME, f"{NAME}@main", f"{NAME}@{COMMIT}", f"{NAME}/", address):

@@ -211,6 +211,7 @@ def test_every_cut_has_the_same_bits(
         (4, replace(wide, apart=True, ahead=True, fold_batch=3)),
         (5, replace(CUT, columns=8, fold_width=8)),
         (132, replace(wide, short=16)),
+        (4, replace(CUT, short=2)),  # more narrow tiles than programs
     ):
         name = "kdtree_engine.kernels.mla_attention.launch.multiprocessors"
         monkeypatch.setattr(name, lambda device, places=places: places)

@@ -76,6 +76,9 @@ def test_hazards_are_counted_by_their_lines(sanitize: ModuleType) -> None:
     assert found == {"RAW in role_partials: Write at hopper.py:130, Read at hopper.py:187": 3}
 
 
-def test_an_unknown_part_is_named(sanitize: ModuleType) -> None:
-    with pytest.raises(SystemExit, match="no part wider; there are packaged-0"):
-        sanitize.load("cpu", "wider")
+def test_an_unknown_name_is_one_line() -> None:
+    for option, name in (("--parts", "wider"), ("--tools", "racechek")):
+        command = [sys.executable, str(BENCHES / "sanitize.py"), "--device", "cpu", option, name]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+        assert f"{option} {name}: there is no {name}; known are " in done.stderr

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from checkpoint_tools import write_byte_tokenizer
 
+from e2e.exact import commit
 from e2e.models import TINY
 from e2e.pretend import Pretend
 from kdtree_engine import LLM, SamplingParams
@@ -356,10 +357,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=50_000)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", help="what to record where the source has no git history")
     parser.add_argument("--summary", type=Path, help="where to write the summary")
     args = parser.parse_args()
     torch.set_num_threads(1)
     found = soak(args.steps, args.device, args.seed)
+    found["commit"] = args.commit or commit()
     text = json.dumps(found, indent=2) + "\n"
     if args.summary is not None:
         args.summary.write_text(text, encoding="utf-8")

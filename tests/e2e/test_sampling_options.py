@@ -17,6 +17,8 @@ from checkpoint_tools import CheckpointMaker
 
 from e2e.helpers import greedy, load, prompt
 from kdtree_engine import LLM, SamplingParams
+from kdtree_engine.engine.build import open_tokenizer, packaged_model
+from kdtree_engine.engine.edits import edits_of
 from kdtree_engine.errors import OptionError
 
 NEW = 24
@@ -79,6 +81,16 @@ def test_bias_and_allowed_tokens(llm: LLM) -> None:
 
     params = greedy(NEW, logit_bias={30: 3.0, 31: -100.0}, allowed_token_ids=allowed)
     assert llm.generate(ids, params)[0].token_ids == by_hand(llm, ids, NEW, edit)
+
+
+def test_bad_words_as_they_are_written() -> None:
+    """A text counts as it stands, without its leading spaces, and with one; spaces alone count."""
+    tokenizer = open_tokenizer(packaged_model() / "target")
+    assert tokenizer is not None
+    found = edits_of(SamplingParams(bad_words=["   x", " "]), tokenizer, tokenizer.vocab_size)
+    assert found is not None
+    for text in ("   x", " x", "x", " "):
+        assert tuple(tokenizer.encode(text)) in set(map(tuple, found.bad)), text
 
 
 def test_bad_words(llm: LLM) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 from kdtree_engine.checkpoints.model_config import (
     CONFIG_FILE,
-    DRAFTER_KEYS,
     FAMILIES,
     MAX_LAYERS,
     MAX_POSITIONS,
+    names_drafter,
 )
 from kdtree_engine.checkpoints.reader import check_folder, read_json
 from kdtree_engine.checkpoints.rope_config import read_rope
@@ -36,7 +36,7 @@ def is_drafter(folder: Path) -> bool:
     """Whether the config of a folder speaks of a drafter, in any layout. ConfigError if broken."""
     check_folder(folder)
     data = read_json(folder, CONFIG_FILE, ConfigError)
-    return any(key in data for key in DRAFTER_KEYS)
+    return names_drafter(data)
 
 
 def read_drafter_config(folder: Path) -> DrafterConfig:
@@ -46,7 +46,7 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
     draft could work (mask token outside the vocabulary, block of fewer than 2).
     """
     data = read_json(folder, CONFIG_FILE, ConfigError)
-    if data.get("model_type") in FAMILIES and not any(key in data for key in DRAFTER_KEYS):
+    if data.get("model_type") in FAMILIES and not names_drafter(data):
         raise ConfigError(f"{folder}: is a model, not a drafter; give it as MODEL (model=)")
     return parse_drafter_config(data, str(folder / CONFIG_FILE))
 

@@ -41,9 +41,12 @@ def find_folder(name: str | PathLike[str], cache: Path | None = None) -> Path:
     `name` may be ORG/NAME or ORG/NAME@REVISION (a branch, tag or commit; `main` without one), or
     the model's address on the Hub, looked for in `cache`, by default the one of the environment.
     What does not look like such a name is returned as it is, for the reader to judge.
-    CheckpointError for one that is not there, or not there as a whole.
+    CheckpointError for one that is not there, or not there as a whole, and for an empty name, which
+    would be the folder that one stands in.
     """
     text = os.fsdecode(name)
+    if not text:
+        raise CheckpointError("the name of a model or drafter is empty: give a folder or ORG/NAME")
     path = Path(text)
     match = _NAME.fullmatch(text) if len(text) <= _LONGEST else None
     if match is None or path.exists():

@@ -6,7 +6,7 @@ merely look like constants of the family (eps, beta_fast) are read too (docs/che
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,15 @@ MAX_POSITIONS = 1 << 22
 """More than any model has: a row of rotary angles is tabulated for every position."""
 
 
+def names_drafter(data: Mapping[str, Any]) -> bool:
+    """Whether a config.json's object is a drafter's, in any layout."""
+    return any(key in data for key in DRAFTER_KEYS)
+
+
 def read_model_config(folder: Path) -> ModelConfig:
     """The ModelConfig of a model folder. ConfigError names the file and the key at fault."""
     data = read_json(folder, CONFIG_FILE, ConfigError)
-    if any(key in data for key in DRAFTER_KEYS):
+    if names_drafter(data):
         raise ConfigError(f"{folder}: is a drafter, not a model; give it as --drafter (drafter=)")
     extra_stops: tuple[int, ...] = ()
     if present(folder / GENERATION_FILE):

@@ -31,7 +31,13 @@ from kdtree_engine.drafter.ngram import NgramDrafter
 from kdtree_engine.drafter.none import NoDrafter
 from kdtree_engine.drafter.random import RandomDrafter
 from kdtree_engine.engine.loop import Engine
-from kdtree_engine.engine.memory import cache_pages, check_fits, check_places, page_bytes
+from kdtree_engine.engine.memory import (
+    cache_pages,
+    check_fits,
+    check_room,
+    page_bytes,
+    weight_bytes,
+)
 from kdtree_engine.errors import ConfigError, OptionError, TokenizerError, shown
 from kdtree_engine.model import load_target
 from kdtree_engine.tokenizer import Tokenizer
@@ -129,11 +135,14 @@ def build_engine(
     if draft_folder is not None:
         network, said = _load_network(draft_folder, checkpoint, dtype, device)
         notes += said
-    target = load_target(checkpoint, dtype, device)
     size = page_bytes(checkpoint.config, network.config if network else None, dtype)
+    room = config.max_requests, config.cache_pages, size, device
+    check_room(*room, weight_bytes(checkpoint.config, dtype, device))
+    target = load_target(checkpoint, dtype, device)
+    free = check_room(*room)
     most = config.max_requests * pages_for(checkpoint.config.max_positions)
-    check_places(config.max_requests, size, device)
-    layout = CacheLayout(cache_pages(config.cache_pages, most, size, device), config.max_requests)
+    pages = config.cache_pages or cache_pages(most, size, device, free)
+    layout = CacheLayout(pages, config.max_requests)
     pool = allocate_pool(
         layout,
         checkpoint.config.num_layers,

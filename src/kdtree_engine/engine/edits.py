@@ -26,8 +26,8 @@ def edits_of(params: SamplingParams, tokenizer: Tokenizer | None, vocab: int) ->
 
 
 def _sequences(params: SamplingParams, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
-    """The token sequences of `bad_words`: a text as it is tokenised with a space before it, and
-    without.
+    """The token sequences of `bad_words`: a text as it is written, as it is tokenised with a space
+    before it, and without.
     """
     found: dict[tuple[int, ...], None] = {}  # a set that keeps its order
     for word in params.bad_words or ():
@@ -37,8 +37,9 @@ def _sequences(params: SamplingParams, tokenizer: Tokenizer | None) -> list[tupl
         if tokenizer is None:
             raise OptionError("bad_words has texts, but the model has no tokenizer: give token ids")
         bare = word.lstrip(" ")
-        for text in (bare, " " + bare):
-            found[tuple(tokenizer.encode(text))] = None
+        for text in (word, bare, " " + bare):
+            if text:
+                found[tuple(tokenizer.encode(text))] = None
     return list(found)
 
 

@@ -65,29 +65,33 @@ def check_fits(config: ModelConfig, dtype: torch.dtype, device: torch.device) ->
         )
 
 
-def check_places(places: int, size: int, device: torch.device) -> None:
-    """Raise CapacityError if the scratch pages of requests, `size` bytes each, do not fit."""
+def check_room(
+    places: int, asked: int, size: int, device: torch.device, taken: int = 0
+) -> int | None:
+    """The bytes that are free beside `taken` ones. Raises CapacityError if the scratch pages of
+    `places` requests, or the cache pages `asked` for, of `size` bytes each, do not fit into them.
+
+    taken: of weights that are to be loaded, so that nobody waits for them first.
+    """
     free = free_bytes(device)
-    if free is not None and places * size > free:
+    if free is None:
+        return None
+    free = max(0, free - taken)
+    if places * size > free:
         raise CapacityError(
             f"max_requests {places} take {places * size / _GIB:,.1f} GiB for the rows of their "
             f"trees alone, but {device} has {free / _GIB:,.1f} GiB free; ask for fewer"
         )
+    if asked * size > free:
+        raise CapacityError(
+            f"cache_pages {asked} take {asked * size / _GIB:,.1f} GiB, but {device} has "
+            f"{free / _GIB:,.1f} GiB free; ask for at most {free // size}"
+        )
+    return free
 
 
-def cache_pages(asked: int, most: int, size: int, device: torch.device) -> int:
-    """Pages to allocate, `size` bytes each: what was asked for (0: `most`), as far as it fits.
-
-    Raises CapacityError when more was asked for than there is.
-    """
-    free = free_bytes(device)
-    if asked:
-        if free is not None and asked * size > free:
-            raise CapacityError(
-                f"cache_pages {asked} take {asked * size / _GIB:,.1f} GiB, but {device} has "
-                f"{free / _GIB:,.1f} GiB free; ask for at most {free // size}"
-            )
-        return asked
+def cache_pages(most: int, size: int, device: torch.device, free: int | None) -> int:
+    """Pages to allocate where none were asked for, `size` bytes each: as far as `most` fit."""
     affordable = _CPU_CACHE_BYTES
     if device.type == "cuda" and free is not None:
         affordable = int(free * CUDA_CACHE_SHARE)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jinja2
 
+from kdtree_engine.checkpoints.model_config import TEMPLATE_FILE, TEMPLATE_JSON
 from kdtree_engine.checkpoints.reader import present
 from kdtree_engine.errors import TokenizerError
 from kdtree_engine.tokenizer.base import CONFIG_FILE
@@ -16,8 +17,6 @@ from kdtree_engine.tokenizer.budget import MAX_EMITTED, rendering
 from kdtree_engine.tokenizer.sandbox import Planter, Sandbox
 from kdtree_engine.tokenizer.vocabulary import read_file
 
-TEMPLATE_FILE = "chat_template.jinja"
-TEMPLATE_JSON = "chat_template.json"
 MAX_SOURCE = 200_000  # characters
 # What templates know by name, from tokenizer_config.json.
 TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")

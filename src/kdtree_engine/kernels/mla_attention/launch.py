@@ -68,7 +68,7 @@ def tiling(columns: int, small_memory: bool, roles: bool = False) -> Tiling:
         return Tiling(16, stages=3, fold_width=64, fold_batch=16, fold_heads=2)
     wide = Tiling(64, apart=True, ahead=True, roles=roles and columns >= 64)
     if columns <= 64:
-        return replace(wide, short=64 if wide.roles else 16, fold_batch=16, fold_heads=2)
+        return replace(wide, short=16, fold_batch=16, fold_heads=2)
     if columns <= 128:
         return replace(wide, fold_width=32, fold_batch=16, fold_heads=8)
     return wide
@@ -174,6 +174,8 @@ def _launch(
     short = min(cut.short, cut.columns) if spans == 1 and not cut.roles else cut.columns
     most = parts * -(-cut.columns // short)
     chunks, own = _programs(tiles, most, causal, multiprocessors(query.device))
+    if tiles * chunks < -(-columns // short):  # a device of few SMs: not a program a narrow tile
+        short = cut.columns
     ancestors = plan.slots if table.ancestors is None else table.ancestors
     rounded = scale * math.log2(math.e)
     options = {"PRECISE": precise(query), **launch_options(query)}
