@@ -8,9 +8,9 @@ outside of a step run once. It runs by itself first, which compiles the kernels 
 launched, then under each tool. Operators are launched one by one: under memcheck every tensor is an
 allocation of its own, which a graph cannot be.
 
-`consan` is no tool of compute-sanitizer but Triton's own concurrency sanitizer, which follows the
-barriers in memory, copies and products by which groups of warps meet, as racecheck does not. It is
-compiled into kernels (minutes), so it watches one part: attention with roles.
+racecheck does not follow warps that have roles (docs/exactness.md, "With warps that have roles"):
+its hazards are counted by pairs of source lines, so that they can be read, and the part `handover`
+shows what it makes of the least such kernels.
 
 One JSON file: benches/results/sanitizer.json. Ends with 1 if anything was found or did not run.
 """
@@ -93,30 +93,21 @@ def parts(device: str) -> dict[str, Callable[[], None]]:
     }
     there = torch.device(device)
     rest = {"tiny": _tiny, "operators": _operators, "roles": _roles, "fp8": _fp8}
+    rest["handover"] = _handover
     return models | {name: partial(run, there) for name, run in rest.items()}
 
 
 def load(device: str, chosen: str = "") -> Counter[str]:
-    """Run parts, all or those named between commas; launches by kernel."""
+    """Run parts, those named between commas or all of the engine's; launches by kernel."""
     began, known = time.perf_counter(), parts(device)
-    if os.environ.get("TRITON_INSTRUMENTATION_MODE"):
-        _workspace()
+    names = chosen.split(",") if chosen else [name for name in known if name != "handover"]
     with torch.inference_mode(), counted() as seen:
-        for name in chosen.split(",") if chosen else known:
+        for name in names:
             known[name]()
             if device == "cuda":
                 torch.cuda.synchronize()
             _report(name, seen, began)
     return seen
-
-
-def _workspace() -> None:
-    """Let instrumented kernels have the memory in which they note who did what."""
-    import triton
-
-    triton.set_allocator(
-        lambda size, align, stream: torch.empty(size, dtype=torch.int8, device="cuda")
-    )
 
 
 def _report(part: str, seen: Counter[str], began: float) -> None:
@@ -214,6 +205,14 @@ def _fp8(device: torch.device) -> None:
         expert_mlp(torch.randn(count, 256, device=device).bfloat16(), routing, experts)
 
 
+def _handover(device: torch.device) -> None:
+    """The least kernels with roles, one of them wrong."""
+    if device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0):
+        import handover
+
+        handover.run(device)
+
+
 def found_in(output: str, kernels: Sequence[str]) -> dict[str, Any]:
     """A tool's own count of errors (racecheck: hazards), the kernels that its report names, and how
     many hazards it lists between which two lines of source.
@@ -239,12 +238,9 @@ def found_in(output: str, kernels: Sequence[str]) -> dict[str, Any]:
 
 def under(tool: str, args: argparse.Namespace, kernels: Sequence[str]) -> dict[str, Any]:
     """Run the load under a tool; "bare" is none."""
-    chosen = "roles" if tool == "consan" else args.parts
-    command = [sys.executable, str(HERE), "--load", "--device", args.device, "--parts", chosen]
+    command = [sys.executable, str(HERE), "--load", "--device", args.device, "--parts", args.parts]
     variables = dict(os.environ)
-    if tool == "consan":
-        variables["TRITON_INSTRUMENTATION_MODE"] = "consan"
-    elif tool != "bare":
+    if tool != "bare":
         common = ["--target-processes", "application-only", "--print-limit", "50000"]
         common += ["--show-backtrace", "no"]
         command = [args.sanitizer, *OPTIONS[tool], *common, *command]
@@ -274,9 +270,7 @@ def under(tool: str, args: argparse.Namespace, kernels: Sequence[str]) -> dict[s
         "kernels_not_seen": [name for name in kernels if name not in seen],
         "tail": output[-TAIL:],
     }
-    if tool == "consan":  # an assertion on the device ends the process
-        result |= {"errors": 0 if code == 0 else None, "kernels_not_seen": []}
-    elif tool != "bare":
+    if tool != "bare":
         result |= found_in(output, kernels)
     return result
 
@@ -298,16 +292,16 @@ def main() -> int:
     """Run the load, or the tools over it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--load", action="store_true", help="only run what the tools watch")
-    parser.add_argument("--parts", default="", help="names between commas; default: all")
+    parser.add_argument("--parts", default="", help="between commas; default: all but handover")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--tools", default="memcheck,racecheck", help="also synccheck, consan")
+    parser.add_argument("--tools", default="memcheck,racecheck", help="also synccheck")
     parser.add_argument("--limit", type=float, default=200.0, help="seconds a tool")
     parser.add_argument("--sanitizer", help="compute-sanitizer, where it is not on the PATH")
     parser.add_argument("--commit", help="what to record where the source has no git history")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     _known("--parts", args.parts, parts(args.device))
-    _known("--tools", args.tools, (*OPTIONS, "consan"))
+    _known("--tools", args.tools, OPTIONS)
     if args.load:
         load(args.device, args.parts)
         return 0
@@ -316,7 +310,7 @@ def main() -> int:
         or shutil.which("compute-sanitizer")
         or "/usr/local/cuda/bin/compute-sanitizer"
     )
-    if args.tools != "consan" and not Path(args.sanitizer).exists():
+    if not Path(args.sanitizer).exists():
         raise SystemExit(f"no compute-sanitizer at {args.sanitizer}")
     cuda = args.device == "cuda"
     kernels = launched_kernels(not cuda or torch.cuda.get_device_capability() == (9, 0))

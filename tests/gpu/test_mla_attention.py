@@ -148,7 +148,8 @@ def requests(
         latents.view(-1, WIDTH)[where] = keys[at]
         slots.append(where[context:])
         query.append(queries[context : context + count])
-    masks = torch.tensor([[(2 << row) - 1 for row in range(count)]] * len(contexts), device="cuda")
+    chain = [(2 << row) - 1 if row < 63 else -1 for row in range(count)]  # int64: 64 ones are -1
+    masks = torch.tensor([chain] * len(contexts), device="cuda")
     table = SpanTable(torch.tensor(contexts, dtype=torch.int32, device="cuda"), pages, masks)
     plan = TablePlan(table, torch.cat(slots), len(contexts) * count)
     return torch.cat(query), latents, plan
