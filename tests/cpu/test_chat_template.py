@@ -233,8 +233,8 @@ def test_where_templates_lie(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("tokenizer_config.json", "{", "is not JSON"),
-        ("tokenizer_config.json", "[]", "is not a JSON object"),
+        ("tokenizer_config.json", "{", "is not valid JSON"),
+        ("tokenizer_config.json", "[]", "holds a list, expected a JSON object"),
         ("tokenizer_config.json", '{"chat_template": 5}', "neither text nor a list"),
         ("tokenizer_config.json", '{"chat_template": [5]}', "lacks 'name' or 'template'"),
         ("chat_template.jinja", "{% for", "does not compile"),

@@ -177,11 +177,12 @@ def test_missing_or_unreadable_files(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path / "nowhere")
     write_folder(tmp_path, byte_lines(), NAMES)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(TokenizerError, match="is not JSON"):
+    with pytest.raises(TokenizerError, match="is not valid JSON"):
         Tokenizer.from_folder(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(TokenizerError, match="added_tokens_decoder"):
-        Tokenizer.from_folder(tmp_path)
+    for text, said in (("[]", "expected a JSON object"), ("{}", "added_tokens_decoder")):
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        with pytest.raises(TokenizerError, match=said):
+            Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: no such file"):
         Tokenizer.from_folder(tmp_path)

@@ -121,7 +121,7 @@ def read_text(folder: Path, name: str, kind: Kind) -> str:
         raise kind(f"{folder / name}: cannot be read ({error})") from error
 
 
-def read_json(folder: Path, name: str, kind: Kind) -> Any:
+def read_json(folder: Path, name: str, kind: Kind) -> dict[str, Any]:
     """The object in the JSON file `folder / name`; an error of `kind` if it is absent or broken."""
     path, text = folder / name, read_text(folder, name, kind)
     try:

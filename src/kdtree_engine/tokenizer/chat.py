@@ -6,10 +6,8 @@ form no text of a message, name, tool or argument becomes a special token.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from kdtree_engine.checkpoints.model_config import names_thinking
 from kdtree_engine.checkpoints.reader import present
@@ -19,7 +17,7 @@ from kdtree_engine.tokenizer.base import CONFIG_FILE, RANKS_FILE, Part, Tokenize
 from kdtree_engine.tokenizer.forgery import template_parts
 from kdtree_engine.tokenizer.messages import Message, Tool, refuse_images, rewrite_ids
 from kdtree_engine.tokenizer.template import Template
-from kdtree_engine.tokenizer.vocabulary import read_file
+from kdtree_engine.tokenizer.vocabulary import read_object
 
 FAMILIES = tuple(render_kimi.FAMILIES)
 TEMPLATE = "template"
@@ -156,7 +154,7 @@ def starts_in_reasoning(prompt: str) -> bool:
 
 def detect_family(folder: Path) -> str:
     """The chat family that a model folder's files tell. Raises TokenizerError if none."""
-    kind = _json(folder, "config.json").get("model_type")
+    kind = read_object(folder / "config.json", needed=False).get("model_type")
     if kind == "kimi_k25":
         return "k2.5"
     if kind == "kimi_k2":
@@ -178,12 +176,3 @@ def _names_thinking(folder: Path) -> bool:
         raise TokenizerError(str(error)) from error
 
 
-def _json(folder: Path, name: str) -> dict[str, Any]:
-    """The object in a folder's file; empty where there is no such file."""
-    if not present(folder / name):
-        return {}
-    try:
-        value = json.loads(read_file(folder / name))
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{folder / name} is not JSON: {error}") from error
-    return value if isinstance(value, dict) else {}

@@ -15,7 +15,7 @@ import tokenizers
 
 from kdtree_engine.errors import TokenizerError, shown
 from kdtree_engine.tokenizer.base import JSON_FILE, Tokenizer, split_names
-from kdtree_engine.tokenizer.vocabulary import read_file
+from kdtree_engine.tokenizer.vocabulary import read_object
 
 
 class JsonTokenizer(Tokenizer):
@@ -47,12 +47,9 @@ class JsonTokenizer(Tokenizer):
     def from_folder(path: str | Path) -> JsonTokenizer:
         """Read tokenizer.json of a model folder. Raises TokenizerError, which names the file."""
         file = Path(path) / JSON_FILE
+        data = read_object(file)
         try:
-            data = json.loads(read_file(file))
-        except (ValueError, RecursionError) as error:
-            raise TokenizerError(f"{file} is not JSON: {error}") from error
-        try:
-            return JsonTokenizer(data if isinstance(data, dict) else {})
+            return JsonTokenizer(data)
         except TokenizerError as error:
             raise TokenizerError(f"{file}: {error}") from error
 

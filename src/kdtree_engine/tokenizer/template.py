@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from kdtree_engine.errors import TokenizerError
 from kdtree_engine.tokenizer.base import CONFIG_FILE
 from kdtree_engine.tokenizer.budget import MAX_EMITTED, rendering
 from kdtree_engine.tokenizer.sandbox import Planter, Sandbox
-from kdtree_engine.tokenizer.vocabulary import read_file
+from kdtree_engine.tokenizer.vocabulary import read_file, read_object
 
 MAX_SOURCE = 200_000  # characters
 # What templates know by name, from tokenizer_config.json.
@@ -57,7 +56,7 @@ class Template:
         if not sources:
             raise TokenizerError(f"{folder} has no chat template")
         first = next(iter(sources.values()))
-        config = _object(folder / CONFIG_FILE)
+        config = read_object(folder / CONFIG_FILE, needed=False)
         tokens = {key: _token(config.get(key)) for key in TOKENS if config.get(key) is not None}
         try:
             return cls(sources.get("default", first), sources.get("tool_use"), **tokens)
@@ -113,7 +112,7 @@ def _sources(folder: Path) -> dict[str, str]:
         except UnicodeDecodeError as error:
             raise TokenizerError(f"{folder / TEMPLATE_FILE} is not UTF-8: {error}") from error
     for name in (TEMPLATE_JSON, CONFIG_FILE):
-        value = _object(folder / name).get("chat_template")
+        value = read_object(folder / name, needed=False).get("chat_template")
         if isinstance(value, str):
             return {"default": value}
         if isinstance(value, list) and value:
@@ -128,19 +127,6 @@ def _named(path: Path, entry: Any) -> tuple[str, str]:
     if not isinstance(name, str) or not isinstance(text, str):
         raise TokenizerError(f"{path}: an entry of 'chat_template' lacks 'name' or 'template'")
     return name, text
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no file."""
-    if not present(path):
-        return {}
-    try:
-        value = json.loads(read_file(path))
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path} is not a JSON object")
-    return value
 
 
 def _token(value: Any) -> str:

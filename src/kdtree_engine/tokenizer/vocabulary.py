@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 import tiktoken
 
-from kdtree_engine.checkpoints.reader import read_bytes
+from kdtree_engine.checkpoints.reader import present, read_bytes, read_json
 from kdtree_engine.errors import CheckpointError, TokenizerError
 from kdtree_engine.tokenizer.base import CONFIG_FILE, RANKS_FILE, Part, Tokenizer, joined
 
@@ -157,6 +156,16 @@ def read_file(path: Path) -> bytes:
         raise TokenizerError(str(error)) from error
 
 
+def read_object(path: Path, *, needed: bool = True) -> dict[str, Any]:
+    """The object in a JSON file of a model folder, as `read_file`; {} for none where not needed."""
+    if not needed and not present(path):
+        return {}
+    try:
+        return read_json(path.parent, path.name, TokenizerError)
+    except CheckpointError as error:  # a link that leaves the folder
+        raise TokenizerError(str(error)) from error
+
+
 def _read_ranks(path: Path) -> dict[bytes, int]:
     """Parse lines of 'base64 rank'. Raises TokenizerError with the line's number."""
     ranks: dict[bytes, int] = {}
@@ -199,11 +208,7 @@ def _check_ranks(ranks: Mapping[bytes, int]) -> None:
 
 def _read_names(path: Path) -> tuple[dict[int, str], set[int]]:
     """Names of special ids, and those of them marked special=false, from added_tokens_decoder."""
-    try:
-        config = json.loads(read_file(path))
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path} is not JSON: {error}") from error
-    table = config.get("added_tokens_decoder") if isinstance(config, dict) else None
+    table = read_object(path).get("added_tokens_decoder")
     if not isinstance(table, dict):
         raise TokenizerError(f"{path} has no table 'added_tokens_decoder'")
     names: dict[int, str] = {}
