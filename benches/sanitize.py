@@ -8,9 +8,10 @@ outside of a step run once. It runs by itself first, which compiles the kernels 
 launched, then under each tool. Operators are launched one by one: under memcheck every tensor is an
 allocation of its own, which a graph cannot be.
 
-racecheck does not follow warps that have roles (docs/exactness.md, "With warps that have roles"):
-its hazards are counted by pairs of source lines, so that they can be read, and the part `handover`
-shows what it makes of the least such kernels.
+racecheck's hazards are counted by pairs of source lines, so that those of a kernel whose warps have
+roles can be read (docs/exactness.md, "With warps that have roles"); the part `handover` asks what
+the tool makes of the least such kernels, right and wrong. It runs on an sm_90 alone, and not unless
+it is named.
 
 One JSON file: benches/results/sanitizer.json. Ends with 1 if anything was found or did not run.
 """
@@ -47,8 +48,8 @@ OPTIONS = {
     "synccheck": ["--tool", "synccheck"],
 }
 HAZARD = re.compile(
-    r"Potential (\w+) hazard[^\n]*\n=+ +(Read|Write) Thread[^\n]* at (\w+)\+0x\w+ in (\S+)"
-    r"\n=+ +(Read|Write) Thread[^\n]* in (\S+)"
+    r"Potential (\w+) hazard[^\n]*\n=+ +(Read|Write) Thread[^\n]* at (\w+)\+\w+( in \S+)?"
+    r"\n=+ +(Read|Write) Thread[^\n]* at \w+\+\w+( in \S+)?"
 )
 TAIL = 4000  # characters kept of a tool's output
 MARK = "launched kernels: "
@@ -206,7 +207,7 @@ def _fp8(device: torch.device) -> None:
 
 
 def _handover(device: torch.device) -> None:
-    """The least kernels with roles, one of them wrong."""
+    """The least kernels with roles, right and wrong; nothing on other devices."""
     if device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0):
         import handover
 
@@ -225,7 +226,7 @@ def found_in(output: str, kernels: Sequence[str]) -> dict[str, Any]:
     ]
     named = Counter(name for line in report for name in kernels if re.search(rf"\b{name}\b", line))
     between = Counter(
-        f"{kind} in {kernel}: {verb} at {first}, {other} at {second}"
+        f"{kind} in {kernel}: {verb}{first}, {other}{second}"
         for kind, verb, kernel, first, other, second in HAZARD.findall("\n".join(report))
     )
     return {

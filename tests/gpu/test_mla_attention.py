@@ -193,9 +193,7 @@ def test_roles_serve_any_heads(heads: int, count: int, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("count", [8, 20, 64])
 def test_roles_in_any_order(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warps that rest at random, so that groups meet in many orders: what racecheck cannot follow
-    (barriers that one thread arrives at for its group) must show here.
-    """
+    """Warps that rest at random, so that groups meet in many orders."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("warps with roles need an sm_90")
     keys, queries = text(9100)
