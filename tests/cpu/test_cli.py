@@ -341,6 +341,20 @@ def test_errors_of_the_engine(
     assert capsys.readouterr() == ("", line)
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_were_closed_before(closed: str) -> None:
+    """No traceback: nothing is read, and what would be printed goes nowhere."""
+    begin = "from kdtree_engine.cli import main; main()"
+    command = f"{sys.executable} -c {begin!r} inspect {closed}".replace("'", '"')
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, done.stderr
+    command = command.replace(" inspect", " generate --prompt-file -")
+    done = subprocess.run(
+        command, shell=True, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert "Traceback" not in done.stderr and done.returncode == 2, done.stderr
+
+
 def test_a_bug_keeps_its_traceback(engine: Script) -> None:
     engine.raised = AssertionError("an invariant")
     with pytest.raises(AssertionError, match="an invariant"):

@@ -295,7 +295,12 @@ def test_a_run_learns_and_its_drafter_loads(folder: Path, tmp_path: Path) -> Non
         ({"decay": 0.0}, "decay 0.0 must be over 0 and at most 1"),
         ({"warm_up": 2.0}, "warm_up 2.0 must be over 0 and at most 1"),
         ({"gamma": 0.0}, "gamma 0.0 must be a number over 0"),
-        ({"learning_rate": float("nan")}, "learning_rate nan must be a number over 0"),
+        ({"learning_rate": float("nan")}, "learning_rate nan must be over 0 and at most 1"),
+        ({"seconds": -1.0}, "seconds -1.0 must be a number from 0 on"),
+        ({"seconds": float("nan")}, "seconds nan must be a number from 0 on"),
+        ({"weight_decay": float("nan")}, "weight_decay nan must be a number from 0 on"),
+        ({"seed": 2**63}, "seed 9223372036854775808 must be from 0"),
+        ({"seed": -1}, "seed -1 must be from 0"),
         ({"distil": 1.5}, "distil 1.5 must be between 0 and 1"),
         ({"kv_heads": 3, "heads": 4}, "4 heads cannot share 3"),
         ({"device": "tpu"}, "device 'tpu'"),
@@ -305,6 +310,18 @@ def test_wrong_options(folder: Path, tmp_path: Path, change: dict, message: str)
     np.save(tmp_path / "ids.npy", np.zeros(10, dtype=np.uint16))
     options = replace(TrainOptions(device="cpu", head_dim=16, taps=2), **change)
     with pytest.raises(OptionError, match=message):
+        train_drafter(folder, [tmp_path / "ids.npy"], tmp_path / "out", options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("steps", [2, 4])
+def test_a_run_that_fails_writes_nothing(folder: Path, tmp_path: Path, steps: int) -> None:
+    np.save(tmp_path / "ids.npy", np.arange(2000, dtype=np.uint16) % 160)
+    options = TrainOptions(
+        steps=steps, layers=1, block_size=4, head_dim=16, length=64, batch=1, anchors=4, taps=2,
+        weight_decay=1e30, device="cpu", log_every=1,
+    )  # fmt: skip
+    with pytest.raises(OptionError, match=r"nothing was written: lower .* weight_decay \(1e\+30\)"):
         train_drafter(folder, [tmp_path / "ids.npy"], tmp_path / "out", options)
     assert not (tmp_path / "out").exists()
 

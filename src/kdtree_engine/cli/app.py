@@ -53,6 +53,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
     What a user can cause becomes one line on stderr; a traceback means a bug of ours.
     """
+    _open_what_is_closed()
     _never_fail_to_print()
     try:
         log.configure()
@@ -79,6 +80,16 @@ def main() -> NoReturn:
 def _complain(message: str, code: int) -> int:
     print("kdtree:", " ".join(message.split()), file=sys.stderr)
     return code
+
+
+def _open_what_is_closed() -> None:
+    """A stream that was closed before we began is None: read nothing, write to nowhere."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _never_fail_to_print() -> None:

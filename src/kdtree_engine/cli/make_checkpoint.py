@@ -50,6 +50,8 @@ def make_checkpoint(
     """
     if not 0 <= seed <= MAX_SEED:
         raise OptionError(f"--seed is {seed}: expected 0 to 2^63 - 1")
+    if not out:
+        raise OptionError("the folder to make has an empty name")
     if layout != "z-lab" and not drafter:
         raise OptionError(f"--layout is {layout!r}, but no drafter is written without --drafter")
     from kdtree_engine.checkpoints import write

@@ -45,7 +45,11 @@ class Screen:
                 continue
             try:
                 line.encode()
-            except UnicodeEncodeError:
+            except UnicodeEncodeError as error:
+                if not self.interactive:  # answers would no longer fit their questions
+                    raise OptionError(
+                        f"stdin is not UTF-8 (byte {error.start} of a line)"
+                    ) from error
                 self.note("the line is not UTF-8; it was not sent")
                 continue
             return line

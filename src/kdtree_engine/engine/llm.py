@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -57,6 +58,7 @@ class LLM:
     "chain:N". prefill_chunk: prompt tokens of a request in one step. cache_pages: pages of 64
     tokens, None for as many as `max_requests` full-length requests need. eager: on CUDA, launch
     operators one by one instead of replaying graphs. `notes` says what was skipped of the folder.
+    Threads may share it; they take turns, a step each.
     Raises KDTreeError subclasses.
     """
 
@@ -93,6 +95,7 @@ class LLM:
         self._folder = folder
         self._formats: dict[str | None, ChatFormat] = {}  # by the family asked for
         self._inboxes: dict[int, deque[StepResult]] = {}  # of open streams, by request
+        self._turn = threading.RLock()  # of whichever thread changes the engine: one at a time
 
     def generate(
         self,
@@ -116,8 +119,7 @@ class LLM:
             while any(request.finish_reason is None for request in requests):
                 self._step()
         finally:
-            for request in requests:
-                self.engine.cancel(request)
+            self._cancel(requests)
         outputs = [self._output(request) for request in requests]
         for index, request in enumerate(requests):
             if request.after is not None:  # the first of a prompt's samples has scored it
@@ -131,9 +133,11 @@ class LLM:
         _check_params(params)
         if params.n > 1:
             raise OptionError(f"n {params.n}: a stream has one output; generate() gives several")
-        [request] = self._queue([prompt], [params])
+        inbox: deque[StepResult] = deque()
+        with self._turn:  # a step of another thread finds the inbox
+            [request] = self._queue([prompt], [params])
+            self._inboxes[request.id] = inbox
         text = self._text_of(params)
-        inbox = self._inboxes[request.id] = deque()
         last = False
         try:
             while not last:
@@ -145,8 +149,9 @@ class LLM:
                 last = request.finish_reason is not None and not inbox
                 yield self._event(request, result, text, last)
         finally:
-            del self._inboxes[request.id]
-            self.engine.cancel(request)
+            with self._turn:
+                del self._inboxes[request.id]
+                self._cancel([request])
 
     def chat(
         self,
@@ -203,12 +208,14 @@ class LLM:
         """float32 logits [T, vocab] after every prefix of `token_ids`, as any prefill computes
         them.
         """
-        request = self.engine.add(self._encode(token_ids), SamplingParams(), keep_logits=True)
+        tokens = self._encode(token_ids)
+        with self._turn:
+            request = self.engine.add(tokens, SamplingParams(), keep_logits=True)
         try:
-            while request.is_prefill:
+            while request.is_prefill and request.finish_reason is None:
                 self._step()
         finally:
-            self.engine.cancel(request)
+            self._cancel([request])
         return torch.cat(request.logits)
 
     def _format(self, family: str | None) -> ChatFormat:
@@ -223,10 +230,16 @@ class LLM:
 
     def _step(self) -> None:
         """Advance everything; what happened to streamed requests waits for whoever reads them."""
-        for result in self.engine.step():
-            inbox = self._inboxes.get(result.request.id)
-            if inbox is not None:
-                inbox.append(result)
+        with self._turn:
+            for result in self.engine.step():
+                inbox = self._inboxes.get(result.request.id)
+                if inbox is not None:
+                    inbox.append(result)
+
+    def _cancel(self, requests: Sequence[Request]) -> None:
+        with self._turn:
+            for request in requests:
+                self.engine.cancel(request)
 
     def _queue(
         self, prompts: Sequence[Prompt], settings: Sequence[SamplingParams]
@@ -234,17 +247,17 @@ class LLM:
         """Add all samples of all prompts, or none."""
         encoded = [self._encode(prompt) for prompt in prompts]
         requests: list[Request] = []
-        try:
-            for tokens, params in zip(encoded, settings, strict=True):
-                first: Request | None = None
-                for sample, one in enumerate(_samples(params)):
-                    added = self.engine.add(tokens, one, sample=sample, after=first)
-                    first = first or added
-                    requests.append(added)
-        except KDTreeError:
-            for request in requests:
-                self.engine.cancel(request)
-            raise
+        with self._turn:
+            try:
+                for tokens, params in zip(encoded, settings, strict=True):
+                    first: Request | None = None
+                    for sample, one in enumerate(_samples(params)):
+                        added = self.engine.add(tokens, one, sample=sample, after=first)
+                        first = first or added
+                        requests.append(added)
+            except KDTreeError:
+                self._cancel(requests)
+                raise
         return requests
 
     def _encode(self, prompt: Prompt) -> list[int]:

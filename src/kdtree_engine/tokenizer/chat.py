@@ -174,5 +174,3 @@ def _names_thinking(folder: Path) -> bool:
         return names_thinking(folder)
     except (ConfigError, CheckpointError) as error:
         raise TokenizerError(str(error)) from error
-
-

@@ -8,6 +8,8 @@ from typing import Any
 
 from kdtree_engine.errors import OptionError
 
+MAX_SEED = 2**63 - 1
+
 
 @dataclass(frozen=True)
 class TrainOptions:
@@ -47,10 +49,15 @@ class TrainOptions:
         for name in ("steps", "layers", "head_dim", "taps", "batch", "anchors", "log_every"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} {getattr(self, name)} must be 1 or more")
-        for name in ("learning_rate", "gamma", "clip"):
+        for name in ("gamma", "clip"):
             if not 0.0 < getattr(self, name) < math.inf:
                 raise OptionError(f"{name} {getattr(self, name)} must be a number over 0")
-        for name in ("warm_up", "decay"):
+        for name in ("seconds", "weight_decay"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise OptionError(f"{name} {getattr(self, name)} must be a number from 0 on")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise OptionError(f"seed {self.seed} must be from 0 to 2^63 - 1")
+        for name in ("learning_rate", "warm_up", "decay"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise OptionError(f"{name} {getattr(self, name)} must be over 0 and at most 1")
         if self.block_size < 2:

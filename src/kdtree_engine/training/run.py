@@ -135,19 +135,30 @@ class Trainer:
                 step += 1
                 note = ""
                 if step % options.log_every == 0:
-                    loss = float(running)
+                    loss = self._checked(float(running), step)
                     note = f"loss {loss:.3f}"
                     log.info("step %d, %.0f s: %s", step, elapsed, note)
                 meter.advance(1, note)
+        loss = loss if running is None else self._checked(float(running), step)
         accuracy, chain = self.measure()
         return TrainReport(
             step,
             time.monotonic() - begun,
             step * options.batch * options.length,
             sum(tensor.numel() for tensor in self.parameters),
-            loss if running is None else float(running),
+            loss,
             accuracy,
             chain,
+        )
+
+    def _checked(self, loss: float, step: int) -> float:
+        """The loss; OptionError where it, or a weight, is no longer a number."""
+        if math.isfinite(loss) and all(bool(one.isfinite().all()) for one in self.parameters):
+            return loss
+        raise OptionError(
+            f"after step {step} the loss is {loss:g}, and it or a weight is no finite number any "
+            f"more; nothing was written: lower learning_rate ({self.options.learning_rate:g}) or "
+            f"weight_decay ({self.options.weight_decay:g})"
         )
 
     def step(self, done: float) -> Tensor:
