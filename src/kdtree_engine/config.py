@@ -18,6 +18,9 @@ MAX_ROWS_PER_REQUEST = 64
 ancestors.
 """
 
+MAX_SEED = 2**63 - 1
+"""The largest seed that a generator of torch takes: of new weights and of training."""
+
 
 @dataclass(frozen=True)
 class RopeConfig:

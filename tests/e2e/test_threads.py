@@ -5,7 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import pytest
+import torch
+
 from kdtree_engine import LLM, SamplingParams
+from kdtree_engine.engine.request import RequestOutput, StepResult
+from kdtree_engine.errors import CapacityError
 
 PROMPTS = ("def add(a, b):", "class Point:", "for i in range(", "import os")
 SETTINGS = (
@@ -19,25 +24,27 @@ SETTINGS = (
 def test_threads_take_turns() -> None:
     llm = LLM(device="cpu", cache_pages=24, max_requests=3)
     alone = [llm.generate(*pair)[0] for pair in zip(PROMPTS, SETTINGS, strict=True)]
+    logits = llm.logits(alone[0].token_ids)
     failures: list[str] = []
 
-    def compare(index: int, ids: list[int], error: str | None) -> None:
-        if error is not None or ids != alone[index].token_ids:
-            failures.append(f"{index}: {error} {ids}")
+    def compare(index: int, out: RequestOutput) -> None:
+        expected = alone[index]
+        same = (out.text, out.token_ids, out.log_probs) == (
+            expected.text, expected.token_ids, expected.log_probs,
+        )  # fmt: skip
+        if out.error is not None or not same:
+            failures.append(f"{index}: {out.error} {out.token_ids}")
 
     def generate(index: int) -> None:
-        out = llm.generate(PROMPTS[index], SETTINGS[index])[0]
-        compare(index, out.token_ids, out.error)
+        compare(index, llm.generate(PROMPTS[index], SETTINGS[index])[0])
 
     def stream(index: int) -> None:
-        ids: list[int] = []
-        for event in llm.stream(PROMPTS[index], SETTINGS[index]):
-            ids += event.token_ids
-        compare(index, ids, None)
+        *_, last = llm.stream(PROMPTS[index], SETTINGS[index])
+        assert last.output is not None
+        compare(index, last.output)
 
     def score(index: int) -> None:
-        ids = alone[index].token_ids[:9]
-        if llm.logits(ids).shape != (9, llm.engine.target.config.vocab_size):
+        if not torch.equal(llm.logits(alone[index].token_ids), logits):
             failures.append(f"{index}: logits")
 
     def repeat(index: int, work: Callable[[int], None]) -> None:
@@ -56,3 +63,21 @@ def test_threads_take_turns() -> None:
     assert not failures, failures[:3]
     llm.engine.check_integrity()
     assert not llm.engine.has_work
+
+
+def test_logits_that_another_threads_step_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No part of them, and no wait for ever."""
+    llm = LLM(device="cpu", cache_pages=24, max_requests=3, prefill_chunk=4)
+    step = llm.engine.step
+
+    def interrupted() -> list[StepResult]:
+        results = step()
+        llm.engine._abandon(results)  # as where an interrupt ends a step
+        return []
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(CapacityError, match="the logits were not computed: the step"):
+        llm.logits(list(range(40, 60)))
+    monkeypatch.undo()
+    assert llm.logits(list(range(40, 60))).shape[0] == 20
+    llm.engine.check_integrity()

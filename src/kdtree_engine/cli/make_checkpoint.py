@@ -7,9 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from kdtree_engine.config import MAX_SEED
 from kdtree_engine.errors import OptionError
-
-MAX_SEED = 2**63 - 1
 
 
 def make_checkpoint(

@@ -37,7 +37,7 @@ from kdtree_engine.engine.inputs import Prompt, as_batch, as_token_ids, truth, w
 from kdtree_engine.engine.policy import parse_tree_nodes
 from kdtree_engine.engine.request import Request, RequestOutput, StepResult, StreamEvent
 from kdtree_engine.engine.sampling_params import SamplingParams
-from kdtree_engine.errors import KDTreeError, OptionError, TokenizerError, shown
+from kdtree_engine.errors import CapacityError, KDTreeError, OptionError, TokenizerError, shown
 from kdtree_engine.sampling import draw_seed
 from kdtree_engine.tokenizer.chat import ChatFormat, starts_in_reasoning
 from kdtree_engine.tokenizer.messages import plain
@@ -133,11 +133,11 @@ class LLM:
         _check_params(params)
         if params.n > 1:
             raise OptionError(f"n {params.n}: a stream has one output; generate() gives several")
+        text = self._text_of(params)
         inbox: deque[StepResult] = deque()
         with self._turn:  # a step of another thread finds the inbox
             [request] = self._queue([prompt], [params])
             self._inboxes[request.id] = inbox
-        text = self._text_of(params)
         last = False
         try:
             while not last:
@@ -216,6 +216,8 @@ class LLM:
                 self._step()
         finally:
             self._cancel([request])
+        if request.error is not None:  # another thread's step, in which it was, did not end
+            raise CapacityError(f"the logits were not computed: {request.error}")
         return torch.cat(request.logits)
 
     def _format(self, family: str | None) -> ChatFormat:

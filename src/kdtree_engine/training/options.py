@@ -6,9 +6,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kdtree_engine.config import MAX_SEED
 from kdtree_engine.errors import OptionError
-
-MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
